@@ -53,18 +53,19 @@ class Writer:
         self._stager = StateDictStager(pin_memory=device.type == "cuda", share_memory=False)
         self._staging = ThreadPoolExecutor(1, "checkpoint-staging")
         self._writing = ThreadPoolExecutor(1, "checkpoint-writing")
-        self._staged: dict[str, Future[State]] = {}  # {folder: copy of its state}
+        self._staged: dict[str, Future[State]] = {}  # {folder: its state, copied}
         self._written: Future[None] | None = None
 
     def start(self, save: Save, asynchronous: bool) -> None:
-        """Start a save. With `asynchronous`, the state must not change before `wait_until_staged` returns."""
+        """Start a save. The state must not change before `wait_until_staged` or, without `asynchronous`, `wait` returns."""
         parts, save.parts = save.parts, {}
         stream = None if self._device.type == "cpu" else torch.Stream(self._device)
         if stream is not None:
             stream.wait_stream(torch.accelerator.current_stream(self._device))
         stage = self._stage if asynchronous else lambda state, _: state
         self._staged = {folder: self._staging.submit(stage, state, stream) for folder, state in parts.items()}
-        self._written = self._writing.submit(self._write, save, self._staged)
+        checked = self._staging.submit(check_finite, self._staged)  # while the files are written
+        self._written = self._writing.submit(self._write, save, self._staged, checked)
 
     def wait_until_staged(self) -> None:
         """Wait until the state is copied to host memory. Then training may change the state. Not a collective."""
@@ -91,12 +92,11 @@ class Writer:
         with stream or contextlib.nullcontext():  # also makes the stream's device current in this thread
             return self._stager.stage(state)
 
-    def _write(self, save: Save, staged: dict[str, Future[State]]) -> None:
+    def _write(self, save: Save, staged: dict[str, Future[State]], checked: Future[None]) -> None:
         try:
             with distributed.agreed(self._group):
                 if save.error is not None:
                     raise save.error
-            checked = self._staging.submit(check_finite, staged)  # while the files are written
             files: dict[str, FileFacts] = {}
             for folder, state in staged.items():
                 files |= self._write_part(save.written / folder, state)

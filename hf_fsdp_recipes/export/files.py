@@ -15,12 +15,13 @@ from transformers.modeling_utils import str_to_torch_dtype
 from hf_fsdp_recipes.checkpointing.writer import is_finite
 from hf_fsdp_recipes.errors import ExportError, describe
 
+DTYPES = {**str_to_torch_dtype, "C64": torch.complex64}  # {name in safetensors files: dtype}
 IN_FLIGHT = 1  # maximum number of export steps that wait or are written while the next step is gathered
 
 
 def make_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
     """Return a file's header, and the position of each tensor in the file. Wider dtypes come first, so all are aligned."""
-    dtypes = {dtype: text for text, dtype in str_to_torch_dtype.items()}
+    dtypes = {dtype: text for text, dtype in DTYPES.items()}
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):

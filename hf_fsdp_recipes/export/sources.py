@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
-from transformers.modeling_utils import str_to_torch_dtype
 
 from hf_fsdp_recipes.checkpointing.directory import MANIFEST
 from hf_fsdp_recipes.checkpointing.resume import check_pickles, find_damage
 from hf_fsdp_recipes.errors import ExportError, describe
+from hf_fsdp_recipes.export.files import DTYPES
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")  # names of wrapper modules
@@ -120,6 +120,6 @@ def from_files(checkpoint: Checkpoint) -> dict[str, Source]:
 
     def source(key: str) -> Source:
         part = checkpoint.slice_of(key)
-        return Source(on_meta(part.get_shape(), str_to_torch_dtype[part.get_dtype()]), lambda *_: part[...])
+        return Source(on_meta(part.get_shape(), DTYPES[part.get_dtype()]), lambda *_: part[...])
 
     return {key: source(key) for key in checkpoint.file_of}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, is_initialized
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 from transformers.pytorch_utils import Conv1D
@@ -18,7 +18,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.placeholder import nan_like
 
-PIECE_SIZE = 2**16  # numbers; a multiple of every block size
+PIECE_SIZE = 2**16  # elements; a multiple of every block size
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,10 @@ def pack_weights(model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.dt
     quantizer.postprocess_model(model, config=model.config)
 
 
-class _InPieces(TorchDispatchMode):
-    """On a CPU, lets bitsandbytes quantize a weight in pieces, because it takes several times their memory. Results are equal."""
+class _InPieces(TorchFunctionMode):
+    """On a CPU, quantizes a weight piece by piece, because bitsandbytes needs several times a piece's memory. Equal results."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.bitsandbytes.quantize_4bit.default or args[0].device.type != "cpu":
             return func(*args, **(kwargs or {}))
         weight, blocksize, _, storage = args

@@ -52,15 +52,13 @@ def find_model_flops(model: Any) -> ModelFlops:
     if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
         raise ValueError(f"{type(config).__name__} is not the config of a decoder for text")
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
-    kinds = (
-        getattr(config, "layer_types", None)
-        or ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
-    )
+    kind = "sliding_attention" if window else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
     query = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
         query = config.qk_nope_head_dim + config.qk_rope_head_dim
     width = config.num_attention_heads * (query + (getattr(config, "v_head_dim", None) or query))
-    num_windowed = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
+    num_windowed = sum(one in ("sliding_attention", "chunked_attention") for one in kinds)
     return ModelFlops(*_count_matmuls(model), kinds.count("full_attention") * width, num_windowed * width, window)
 
 

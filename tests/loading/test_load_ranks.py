@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -117,7 +118,9 @@ def test_pieces_of_a_weight_are_quantized_as_the_whole_weight(dtype):
     packed, state = quantize_4bit(weight, **options)
     layer = bnb_4bit.Layer(module)
     assert weight.numel() > 2 * bnb_4bit.PIECE_SIZE
-    assert torch.equal(layer.quantize(weight).view(torch.uint8), packed.view(torch.uint8))
+    with ThreadPoolExecutor(4) as pool:  # as many as read weights
+        for own_packed in pool.map(layer.quantize, [weight] * 8):
+            assert torch.equal(own_packed.view(torch.uint8), packed.view(torch.uint8))
     own = QuantState.from_dict(layer._scales, device=torch.device("cpu"))
     assert torch.equal(dequantize_4bit(packed, own), dequantize_4bit(packed, state))
 
