@@ -131,7 +131,9 @@ class ShardedCheckpointCallback(TrainerCallback):
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """After a signal, do not evaluate, and do not save the same step a second time."""
         if self._stop_signal:
             control.should_evaluate = False

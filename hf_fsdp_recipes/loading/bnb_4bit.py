@@ -63,7 +63,7 @@ def pack_weights(model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.dt
 
 
 class _InPieces(TorchFunctionMode):
-    """On a CPU, quantizes a weight piece by piece, because bitsandbytes needs several times a piece's memory. Equal results."""
+    """Quantizes a weight on a CPU in pieces: bitsandbytes needs several times their memory. The result is the same."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.bitsandbytes.quantize_4bit.default or args[0].device.type != "cpu":
