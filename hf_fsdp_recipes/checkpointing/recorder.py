@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed.checkpoint as dcp
 
 from hf_fsdp_recipes.errors import CheckpointError
@@ -18,18 +17,14 @@ State = Mapping[str, Any]
 def redirected(trainer: Any, directory: Path) -> Iterator[dict[str, State]]:
     """Let Trainer save to another directory. The state that it passes to torch DCP is recorded and not written.
 
-    Yields a dict {folder: state dict} that is filled while Trainer saves. DTensors share memory with the parameters and the
-    optimizer. Plain tensors such as buffers are copied, because the next forward may change them. At the end, raises a
-    CheckpointError if the state is sharded but Trainer has passed nothing to torch DCP's `save`.
+    Yields a dict {folder: state dict} that is filled while Trainer saves. Its tensors share memory with the parameters, the
+    buffers and the optimizer. At the end, raises a CheckpointError if the state is sharded but Trainer has passed nothing to
+    torch DCP's `save`.
     """
     parts: dict[str, State] = {}
 
     def record(state_dict: State, *, storage_writer: dcp.FileSystemWriter, **kwargs: Any) -> None:
-        copied = {
-            part: {name: value.clone() if type(value) is torch.Tensor else value for name, value in state.items()}
-            for part, state in state_dict.items()
-        }
-        parts[Path(storage_writer.checkpoint_id).name] = copied
+        parts[Path(storage_writer.checkpoint_id).name] = state_dict
 
     plugin = trainer.accelerator.state.fsdp_plugin
     is_sharded = plugin.state_dict_type.name == "SHARDED_STATE_DICT"

@@ -1,9 +1,8 @@
-"""Copies the sharded state of a run to host memory and writes it to disk, in two threads, while training continues.
+"""Writes a copy of a run's sharded state to disk, in a thread, while training continues.
 
 Only one save is in flight at a time. The ranks agree on its outcome: either all ranks get the same error, or none gets one.
 """
 
-import contextlib
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,13 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import StateDictStager
-from torch.distributed.tensor import DTensor
 from torch.utils.serialization import config
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import RunDirectory
 from hf_fsdp_recipes.checkpointing.hashing import FileFacts, HashingWriter, read_facts
+from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, local_part
 from hf_fsdp_recipes.checkpointing.recorder import State
 from hf_fsdp_recipes.errors import CheckpointError, describe
 
@@ -34,7 +32,7 @@ class Save:
     keep: int | None  # Trainer's save_total_limit
     protected: set[str]  # paths of checkpoints that must not be deleted
     error: Exception | None = None  # this rank's error while Trainer's own files were written
-    parts: dict[str, State] = field(default_factory=dict)  # {folder: state dict}
+    parts: Mapping[str, State] = field(default_factory=dict)  # {folder: state dict}
 
 
 class Writer:
@@ -47,29 +45,30 @@ class Writer:
     """
 
     def __init__(self, directory: RunDirectory, device: torch.device, group: dist.ProcessGroup) -> None:
-        self._directory, self._device, self._group = directory, device, group
-        # This is the part of torch's DefaultStager that copies. In torch 2.11 and 2.12, a DefaultStager itself works only once.
-        # Pinning memory needs CUDA. Only writers in other processes would need shared memory.
-        self._stager = StateDictStager(pin_memory=device.type == "cuda", share_memory=False)
-        self._staging = ThreadPoolExecutor(1, "checkpoint-staging")
-        self._writing = ThreadPoolExecutor(1, "checkpoint-writing")
-        self._staged: dict[str, Future[State]] = {}  # {folder: its state, copied}
+        self._directory = directory
+        self._group = group
+        self._host_copy = HostCopy(device)
+        self._threads = ThreadPoolExecutor(2, "checkpoint-writing")  # one writes, one checks
         self._written: Future[None] | None = None
 
     def start(self, save: Save, asynchronous: bool) -> None:
-        """Start a save. The state must not change before `wait_until_staged` or, without `asynchronous`, `wait` returns."""
-        parts, save.parts = save.parts, {}
-        stream = None if self._device.type == "cpu" else torch.Stream(self._device)
-        if stream is not None:
-            stream.wait_stream(torch.accelerator.current_stream(self._device))
-        stage = self._stage if asynchronous else lambda state, _: state
-        self._staged = {folder: self._staging.submit(stage, state, stream) for folder, state in parts.items()}
-        checked = self._staging.submit(check_finite, self._staged)  # while the files are written
-        self._written = self._writing.submit(self._write, save, self._staged, checked)
+        """Start a save. When this returns, the state may change.
 
-    def wait_until_staged(self) -> None:
-        """Wait until the state is copied to host memory. Then training may change the state. Not a collective."""
-        wait(self._staged.values())
+        With `asynchronous`, this copies the state to host memory, which is then written in the
+        background. Otherwise, and without memory for a copy, the state is written meanwhile.
+        """
+        copied = None
+        if asynchronous and save.error is None:
+            try:
+                copied = self._host_copy.take(save.parts)
+            except Exception as error:  # the ranks agree on it before they write
+                save.error = error
+        if copied is not None:
+            save.parts = copied
+        checked = self._threads.submit(check_finite, save.parts)
+        self._written = self._threads.submit(self._write, save, checked)
+        if copied is None:
+            wait([self._written])
 
     @property
     def has_failed(self) -> bool:
@@ -78,27 +77,22 @@ class Writer:
 
     def wait(self) -> str | None:
         """Wait for the save in flight. Return its error, or None if it succeeded or no save is in flight. Collective."""
-        written, self._written, self._staged = self._written, None, {}
+        written, self._written = self._written, None
         error = None if written is None else written.exception()
         return None if error is None else describe(error)
 
     def close(self) -> None:
         """Wait for the threads and free the host memory."""
-        self._writing.shutdown()
-        self._staging.shutdown()
-        self._stager.close()
+        self._threads.shutdown()
+        self._host_copy.close()
 
-    def _stage(self, state: State, stream: torch.Stream | None) -> State:
-        with stream or contextlib.nullcontext():  # also makes the stream's device current in this thread
-            return self._stager.stage(state)
-
-    def _write(self, save: Save, staged: dict[str, Future[State]], checked: Future[None]) -> None:
+    def _write(self, save: Save, checked: Future[None]) -> None:
         try:
             with distributed.agreed(self._group):
                 if save.error is not None:
                     raise save.error
             files: dict[str, FileFacts] = {}
-            for folder, state in staged.items():
+            for folder, state in save.parts.items():
                 files |= self._write_part(save.written / folder, state)
             with distributed.agreed(self._group):
                 checked.result()
@@ -115,10 +109,8 @@ class Writer:
         if distributed.is_main():
             self._directory.prune(save.final.parent, save.keep, save.protected)
 
-    def _write_part(self, folder: Path, staged: Future[State]) -> dict[str, FileFacts]:
-        """Write one part of the sharded state, while the next one is copied. Return size and hash of this rank's files."""
-        with distributed.agreed(self._group):
-            state = staged.result()
+    def _write_part(self, folder: Path, state: State) -> dict[str, FileFacts]:
+        """Write one part of the sharded state. Return size and hash of this rank's files."""
         writer = HashingWriter(folder)
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # a rank sends its plan only when it changes
         planner._cached_plans_key = folder.name  # otherwise, all folders would share one cached plan
@@ -137,15 +129,14 @@ class Writer:
         return {path.name: read_facts(path, sync=True) for path in found if path.is_file()}
 
 
-def check_finite(staged: Mapping[str, Future[State]]) -> None:
-    """Raise a CheckpointError if a weight has NaN or infinity, so that the checkpoint does not replace a usable one."""
-    weights = {name: value for state in staged.values() for name, value in state.result().get("model", {}).items()}
-    for name, value in weights.items():
-        local = value.to_local() if isinstance(value, DTensor) else value
-        if isinstance(local, torch.Tensor) and not is_finite(local):
-            raise CheckpointError(
-                f"{name} contains NaN or infinity. Resume from an earlier checkpoint with other settings."
-            )
+def check_finite(parts: Mapping[str, State]) -> None:
+    """Raise a CheckpointError if a weight has NaN or infinity: its checkpoint could not be used."""
+    for state in parts.values():
+        for name, value in state.get("model", {}).items():
+            if isinstance(value, torch.Tensor) and not is_finite(local_part(value)):
+                raise CheckpointError(
+                    f"{name} contains NaN or infinity. Resume from an earlier checkpoint with other settings."
+                )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

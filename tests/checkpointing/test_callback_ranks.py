@@ -107,30 +107,42 @@ def test_two_trainers_of_different_models_in_one_process_save_their_own_state(ru
     assert run(tmp_path / "second", hidden=48, lora=True)[0] == second | {"resumed": "checkpoint-2"}
 
 
-def _copy_slowly_and_count_copies(trainer):
-    """Note for each save how many of its tensors do not share memory with the parameters and the optimizer's state."""
+def _write_late(trainer):
+    """Let each save be written only when two more steps have changed the state."""
     from hf_fsdp_recipes.checkpointing.writer import Writer
 
-    start, stage = Writer.start, Writer._stage
+    write = Writer._write
 
-    def address(value):
-        return getattr(value, "_local_tensor", value).untyped_storage().data_ptr()
+    def write_late(self, save, checked):
+        save_step = int(save.final.name.removeprefix("checkpoint-"))
+        while trainer.state.global_step < min(save_step + 2, trainer.args.max_steps):
+            time.sleep(0.01)
+        write(self, save, checked)
 
-    def count_copies(self, save, asynchronous):
-        state = [value for one in trainer.optimizer.state.values() for value in one.values()]
-        own = {address(value) for value in (*trainer.model.parameters(), *state)}
-        saved = [*save.parts["pytorch_model_fsdp_0"]["model"].values()]
-        saved += [value for one in save.parts["optimizer_0"]["optimizer"]["state"].values() for value in one.values()]
-        trainer.notes.append(sum(address(value) not in own for value in saved))
-        start(self, save, asynchronous)
-
-    Writer.start = count_copies
-    Writer._stage = lambda *arguments: (time.sleep(0.3), stage(*arguments))[1]
+    Writer._write = write_late
 
 
-def test_the_main_thread_copies_no_state_and_the_optimizer_waits_for_the_copy(run, tmp_path):
-    whole = run(tmp_path, prepare=_copy_slowly_and_count_copies)[0]
-    assert whole["notes"] == [0, 0]
+def test_steps_after_a_save_do_not_change_what_is_written(run, tmp_path):
+    whole = run(tmp_path, prepare=_write_late, max_steps=6)[0]
+    assert steps_in(tmp_path) == [2, 4, 6]
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    resumed = run(tmp_path, max_steps=6)[0]
+    assert resumed["resumed"] == "checkpoint-2" and resumed["weights"] == whole["weights"]
+
+
+def _have_no_memory_for_a_copy(trainer):
+    from hf_fsdp_recipes.checkpointing.host_copy import HostCopy
+
+    def fail(self, originals):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    HostCopy._allocate = fail
+
+
+def test_without_memory_for_a_copy_training_waits_and_nothing_is_lost(run, tmp_path):
+    whole = run(tmp_path, prepare=_have_no_memory_for_a_copy)[0]
+    assert any("training waits for each save" in text for text in whole["warnings"])
     shutil.rmtree(tmp_path / "checkpoint-4")
     resumed = run(tmp_path)[0]
     assert resumed["resumed"] == "checkpoint-2" and resumed["weights"] == whole["weights"]
