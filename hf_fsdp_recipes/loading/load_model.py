@@ -73,7 +73,8 @@ def load_model(
     if packing is not None:
         pack_weights(model, replace_linears(model, packing, dtype), dtype)
     insert_placeholders(model)
-    Loader(model, checkpoint, entries, is_direct=source == "direct")
+    is_direct = source == "direct" or distributed.world_size() == 1  # one rank needs no sending
+    Loader(model, checkpoint, entries, is_direct)
     return model
 
 
