@@ -58,7 +58,8 @@ LARGE = LORA | {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 4,
     "lora_dropout": 0.0,
-    "logging_steps": 4,
+    "use_liger_kernel": True,
+    "max_steps": 8,
 }
 
 
@@ -99,17 +100,15 @@ class Day:
         """Return the output directory of a run."""
         return self.work / "runs" / name
 
-    def arguments(self, model: str, name: str, settings: Mapping[str, Any]) -> list[str]:
-        """Return arguments for recipes/sft.py and `trl sft`."""
-        has_device = torch.accelerator.is_available()
+    def arguments(self, model: str, name: str, settings: Mapping[str, Any], is_planned: bool = False) -> list[str]:
+        """Return arguments for recipes/sft.py and `trl sft`; with `is_planned`, for an accelerator that is not here."""
+        has_device = is_planned or torch.accelerator.is_available()
         values = {
             "model_name_or_path": self.model(model),
             "dataset_name": self.rows,
             "output_dir": self.output(name),
             "seed": 1,
             "bf16": has_device,
-            "use_cpu": not has_device,
-            "dataloader_pin_memory": has_device,
             "max_steps": self.num_steps,
             "max_length": self.length,
             "packing": True,
@@ -122,5 +121,7 @@ class Day:
             "gradient_checkpointing": False,
             "lr_scheduler_type": "constant",
         }
+        if not has_device:
+            values |= {"use_cpu": True, "dataloader_pin_memory": False}
         values |= settings
         return [word for key, value in values.items() for word in (f"--{key}", str(value))]

@@ -99,7 +99,7 @@ def write_random_weights(path: Path, shapes: dict[str, torch.Size]) -> None:
         end += 2 * shape.numel()
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     with path.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little"))
         stream.write(text)

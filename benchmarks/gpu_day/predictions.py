@@ -31,8 +31,7 @@ def main() -> None:
         config.save_pretrained(day.model(name))
     found = {}
     for name, (model, settings) in CASES.items():
-        on_accelerator = {"bf16": True, "use_cpu": False}
-        arguments = day.arguments(model, name, settings | on_accelerator)
+        arguments = day.arguments(model, name, settings | {"dataset_name": "rows"}, is_planned=True)
         command = [sys.executable, "-m", "hf_fsdp_recipes.cli", "plan", *OPTIONS, *arguments]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         rows = re.findall(r"^ *([\d.]+) GB  (.*)$", text, re.MULTILINE)

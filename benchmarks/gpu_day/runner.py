@@ -57,8 +57,8 @@ def exact(num_ranks: int) -> Step:
 
 
 WITH_RECOMPUTATION = LORA | {"gradient_checkpointing": True}
-WITH_LIGER = {"use_liger_kernel": True}
-WRAPPED = {"packing_strategy": "wrapped"}
+WITH_LIGER = LORA | {"use_liger_kernel": True}
+WRAPPED = LORA | {"packing_strategy": "wrapped"}
 
 
 def make_steps() -> dict[str, Step]:
@@ -72,17 +72,17 @@ def make_steps() -> dict[str, Step]:
         "lora": timed("lora", "8b", LORA, 20),
         "lora_trl": timed("lora_trl", "8b", LORA, 20, "trl sft"),
         "exact": exact(1),
-        "lora_large": timed("lora_large", "8b", LARGE | WITH_LIGER, 50),
+        "lora_large": timed("lora_large", "8b", LARGE, 40),
         "resume": Step(steps.resume, (), 45, 120.0),
         "two_ranks": exact(2),
         "qlora": Step(steps.train, ("8b", "qlora", QLORA), 30, is_new_process=True),
         "full": timed("full", "1b", FULL, 10),
         "full_trl": timed("full_trl", "1b", FULL, 10, "trl sft"),
         "command": Step(steps.command, (), 40),
-        "lora_large_trl": timed("lora_large_trl", "8b", LARGE | WITH_LIGER, 50, "trl sft"),
-        "lora_wrapped": timed("lora_wrapped", "8b", LORA | WRAPPED, 16),
+        "lora_large_trl": timed("lora_large_trl", "8b", LARGE, 40, "trl sft"),
+        "lora_wrapped": timed("lora_wrapped", "8b", WRAPPED, 16),
         "lora_recompute": timed("lora_recompute", "8b", WITH_RECOMPUTATION, 20),
-        "lora_liger": timed("lora_liger", "8b", LORA | WITH_LIGER, 18),
+        "lora_liger": timed("lora_liger", "8b", WITH_LIGER, 18),
         "load_direct": Step(steps.load, ("direct",), 5),
     }
 

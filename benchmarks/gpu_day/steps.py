@@ -44,7 +44,7 @@ def probe(day: Day) -> Figures:
             found[name] = "not installed"
     found["cores"] = len(os.sched_getaffinity(0))
     found["disk GB/s"] = time_disk(day.work / "probe", 2 if day.is_small else 128)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if torch.cuda.is_available():
         fields = "name,memory.total,driver_version,power.limit"
         command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
