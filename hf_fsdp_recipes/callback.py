@@ -53,6 +53,9 @@ class ShardedCheckpointCallback(TrainerCallback):
         signals: whether all ranks save at the same step and exit with status 85 if any rank gets SIGTERM or SIGUSR1, or if the
             launcher dies.
 
+    Attributes:
+        has_begun: whether a training loop has begun. Errors before that come from the set-up.
+
     Raises:
         LoadError: the Accelerate config asks for FSDP1.
         PatchError: the installed version of transformers or Accelerate is not supported.
@@ -72,6 +75,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._asynchronous, self._signals, self._merge_adapter = asynchronous, signals, merge_adapter
         self._export_dir = None if export_dir is None else Path(export_dir)
         self._export_dtype = parse_dtype(export_dtype)
+        self.has_begun = False
         self._run: str | None = None
         self._directory: RunDirectory | None = None
         self._writer: Writer | None = None
@@ -95,6 +99,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._claim_directory(args, state)
         group = distributed.new_group() if distributed.is_distributed() else None
         self._flags = StepFlags(group, self._signals)  # created last: while a rank waits above, SIGTERM ends it
+        self.has_begun = True
         if self.saves_checkpoints and state.max_steps <= state.global_step and (state.epoch or 0) % 1:
             distributed.print_main(f"the run is complete: checkpoint-{state.global_step} has all of its steps")
             self.on_train_end(args, state, **kwargs)

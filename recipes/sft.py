@@ -153,7 +153,7 @@ def main(arguments: Arguments) -> None:
     )
     checkpoint = find_checkpoint(arguments)
     trainer = build_trainer(arguments, saving)
-    with explained("training cannot begin", lambda: saving.saves_checkpoints):
+    with explained("training cannot begin", lambda: saving.has_begun):
         trainer.train(resume_from_checkpoint=checkpoint)
     if training.push_to_hub and export_dir and distributed.is_main():
         from huggingface_hub import HfApi

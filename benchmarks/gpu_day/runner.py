@@ -107,7 +107,6 @@ def compare_runs(day: Day, num_ranks: int) -> Figures:
         "a resumed run has equal losses and norms": resumed == whole,
         "step: loss, norm": whole,
         "differences of the resumed run": {step: row for step, row in resumed.items() if row != whole[step]},
-        "exported": found["resumed"]["exported"],
     }
 
 

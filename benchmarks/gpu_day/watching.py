@@ -81,7 +81,13 @@ class Stopwatch(TrainerCallback):
             self.figures["mfu"] = used / seconds / peak
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
         self.figures["last losses"] = losses[-3:]
-        self.figures |= summarize_profile(self._profiler)
+        profile = summarize_profile(self._profiler)
+        # The profiler itself delays the steps that it watches.
+        busy_seconds = profile["device works s"] / NUM_PROFILED_STEPS
+        self.figures["share of the median step in which the device works"] = (
+            busy_seconds / self.figures["step s, median"]
+        )
+        self.figures |= profile
 
 
 def start_profiler() -> torch.profiler.profile:
@@ -95,7 +101,7 @@ def start_profiler() -> torch.profiler.profile:
 
 
 def summarize_profile(profiler: torch.profiler.profile) -> Figures:
-    """Return the share of time in which the device works, its pauses, and the longest kernels."""
+    """Return the time in which the device works, its pauses, and the longest kernels."""
     device_type = torch.autograd.DeviceType.CPU
     if torch.cuda.is_available():
         device_type = torch.autograd.DeviceType.CUDA
@@ -105,8 +111,6 @@ def summarize_profile(profiler: torch.profiler.profile) -> Figures:
         if is_work and event.duration_ns() > 0:
             start = event.start_ns() / 1e9
             spans.append((start, start + event.duration_ns() / 1e9, event.name()[:70]))
-    if not spans:
-        return {"profile": "no events"}
     spans.sort()
     busy_seconds = 0.0
     long_gaps = []
@@ -121,7 +125,7 @@ def summarize_profile(profiler: torch.profiler.profile) -> Figures:
     longest = sorted(seconds_by_name.items(), key=lambda item: -sum(item[1]))[:NUM_KERNELS]
     return {
         "profile s": busy_until - spans[0][0],
-        "device busy": busy_seconds / (busy_until - spans[0][0]),
+        "device works s": busy_seconds,
         "pauses over 0.1 ms: number, s": [len(long_gaps), sum(long_gaps)],
         "kernels": [f"{sum(each):.4f} s, {len(each)} x {name}" for name, each in longest],
     }

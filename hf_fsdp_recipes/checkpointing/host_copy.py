@@ -1,5 +1,6 @@
 """Copies a rank's sharded state to host memory, from which it is written while training continues."""
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -34,6 +35,7 @@ class HostCopy:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._can_pin = device.type == "cuda"
         self._copies: dict[TensorPath, torch.Tensor] = {}
         self._pinned: list[int] = []  # addresses
@@ -95,12 +97,15 @@ class HostCopy:
         address = tensor.data_ptr()
         cuda = torch.cuda.cudart()
         error = int(cuda.cudaHostRegister(address, tensor.nbytes, REGISTER_PORTABLE))
-        if error:
-            message = "host memory cannot be pinned (CUDA error %d), so saves take longer to copy"
-            logger.warning(message, error)
-            self._can_pin = False
-        else:
+        if not error:
             self._pinned.append(address)
+            return
+        message = "host memory cannot be pinned (CUDA error %d), so saves take longer to copy"
+        logger.warning(message, error)
+        self._can_pin = False
+        # CUDA raises the error again in the next kernel, whatever that computes.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self._device).mul_(2)
 
 
 def unpin(addresses: list[int]) -> None:
