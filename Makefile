@@ -60,13 +60,14 @@ SEED ?= 0
 soak: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.soak --kills $(KILLS) --mutations $(MUTATIONS) --disk $(DISK) --seed $(SEED)
 
-# On one accelerator, at most MINUTES per call; call it until nothing is left. MODELS takes 25 GB.
+# On one accelerator, in bounded steps; call it until nothing is left. Needs 60 GB in OUT.
 OUT ?= runs/gpu-day
-MODELS ?= runs/gpu-day-models
-MINUTES ?= 9
+MINUTES ?= 8
+STEPS ?=
 AGAIN ?=
 gpu-day: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.gpu_day --out $(OUT) --models $(MODELS) --minutes $(MINUTES) $(if $(AGAIN),--again $(AGAIN))
+	test -f $(OUT)/plan.json || { mkdir -p $(OUT) && $(BIN)/python -m benchmarks.gpu_day.predictions $(OUT)/plan.json; }
+	$(BIN)/python -m benchmarks.gpu_day --out $(OUT) --minutes $(MINUTES) $(if $(STEPS),--steps $(STEPS)) $(if $(AGAIN),--again $(AGAIN))
 
 # The documentation as a site in site/.
 docs: $(VENV)/.installed
