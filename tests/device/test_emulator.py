@@ -148,14 +148,28 @@ def different_operations(name):
     return refusal(OPERATIONS[name][rank])
 
 
-def different_transfers(is_batch):
+def different_sizes_in_a_batch(rank):
+    pass_on([0, 1], num_sent=2 + rank)
+
+
+def different_sizes(rank):
+    if rank:
+        dist.recv(floats(4), 0)
+    else:
+        dist.send(floats(5), 1)
+
+
+def two_receives_first(rank):
+    """Without a batch, each rank would receive before it sends, for ever."""
+    work = dist.irecv(floats(4), 1 - rank)
+    dist.send(floats(4), 1 - rank)
+    work.wait()
+
+
+def different_transfers(transfer):
     rank = start_group()
     dist.all_reduce(floats(1))
-    if is_batch:
-        return refusal(lambda: pass_on([0, 1], num_sent=2 + rank))
-    if rank:
-        return refusal(lambda: dist.recv(floats(4), 0))
-    return refusal(lambda: dist.send(floats(5), 1))
+    return refusal(lambda: transfer(rank))
 
 
 def test_memory_of_host_and_device_do_not_mix(ranks):
@@ -200,9 +214,16 @@ def test_ranks_must_call_the_same_operations(ranks, name):
     assert all("the same operations in the same order" in text for text in ranks.run(different_operations, 2, name))
 
 
-@pytest.mark.parametrize("is_batch", [False, True])
-def test_a_receive_must_fit_its_send(ranks, is_batch):
-    assert all("a receive must fit its send" in text for text in ranks.run(different_transfers, 2, is_batch))
+@pytest.mark.parametrize(
+    ("transfer", "sentence"),
+    [
+        (different_sizes, "a receive must fit its send"),
+        (different_sizes_in_a_batch, "a receive must fit its send"),
+        (two_receives_first, "sends and receives between two ranks must be in the same order"),
+    ],
+)
+def test_sends_and_receives_must_fit(ranks, transfer, sentence):
+    assert all(sentence in text for text in ranks.run(different_transfers, 2, transfer))
 
 
 def copies():

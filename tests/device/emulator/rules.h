@@ -1,5 +1,5 @@
 // What NCCL demands of the ranks of a group. A rank that breaks a rule throws one sentence, and so
-// do all ranks that wait for it, because the sentence is in the store.
+// do all ranks that wait, because the sentence is in the store. Ranks are numbered in their group.
 #pragma once
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -55,7 +55,8 @@ class Rules {
     agree_on_first("a batch of sends and receives");
     store_->set("batch/" + std::to_string(rank_), "yes");
     std::string missing;
-    for (auto end = Clock::now() + limit_; Clock::now() < end; std::this_thread::sleep_for(PAUSE)) {
+    auto end = Clock::now() + limit_;
+    for (; Clock::now() < end; std::this_thread::sleep_for(LOOK)) {
       missing.clear();
       for (int rank = 0; rank < size_; ++rank) {
         if (!store_->check({"batch/" + std::to_string(rank)})) {
@@ -68,7 +69,7 @@ class Rules {
     refuse(FIRST + "it is a batch of sends and receives that these ranks have not begun: " + missing);
   }
 
-  // The same for a send and its receive.
+  // Compare a send with its receive. Return a key as `begin_collective` does.
   std::string begin_transfer(int from, int to, std::string what, bool is_batched) {
     check_refused();
     what = (is_batched ? "in a batch, " : "without a batch, ") + what;
@@ -197,5 +198,4 @@ class Rules {
     }
   }
 };
-
 }  // namespace emu
