@@ -63,14 +63,14 @@ def host_group() -> dist.ProcessGroup:
 def open_default_group(device: torch.device) -> None:
     """Let all ranks take part in the default group's first operation. Collective.
 
-    Then some ranks may send each other tensors of the device. NCCL creates the group's communicator in the first
-    operation, so that one must not be a batch of sends and receives among some of the ranks.
+    NCCL creates the group's communicator in it. Only after that may some of the ranks send each
+    other tensors of the device.
     """
     dist.broadcast(torch.zeros(1, device=device), 0)
 
 
 def can_send(device_type: str) -> bool:
-    """Return whether ranks can send each other tensors of a device. gloo aborts unless they are in host memory."""
+    """Return whether ranks can send each other tensors. gloo aborts if they are not on the CPU."""
     return device_type == "cpu" or dist.get_backend() != "gloo"
 
 

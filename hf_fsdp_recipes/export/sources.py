@@ -38,11 +38,12 @@ def on_meta(shape: torch.Size, held: torch.dtype, dtype: torch.dtype | None = No
 
 
 def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, Source]:
-    """Return the tensors of a model's state dict. FSDP2's shards are converted to `dtype` before they are gathered.
+    """Return the tensors of a model's state dict. Collective.
 
-    Collective.
+    FSDP2's shards are converted to `dtype` before they are gathered.
     """
-    sources, state = {}, model.state_dict()
+    sources = {}
+    state = model.state_dict()
     sharded = next((value for value in state.values() if isinstance(value, DTensor)), None)
     if sharded is not None:
         distributed.open_default_group(torch.device(sharded.device_mesh.device_type))

@@ -170,7 +170,8 @@ def fill_from_rank0(
     """
     if entries and not distributed.can_send(device.type):
         raise LoadError(
-            f"gloo cannot send weights between {device.type} devices. Set another ddp_backend, or source=direct."
+            f"gloo cannot send weights between {device.type} devices. "
+            'Set another ddp_backend, or load with source="direct".'
         )
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)

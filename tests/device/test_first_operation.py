@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 
 def train_plainly(model_dir, output, loader, backend=None):
-    """Train with Trainer itself, which does not use the default group before the model is loaded."""
+    """Train with Trainer itself, which does not use the default group before it loads the model."""
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -31,7 +31,7 @@ def train_plainly(model_dir, output, loader, backend=None):
         load = functools.partial(load_model, source=loader)
     model = load(model_dir)
     numbers = list(range(16))
-    rows = [{"input_ids": numbers[start:] + numbers[:start], "labels": numbers} for start in range(16)]
+    rows = [{"input_ids": numbers[start:] + numbers[:start], "labels": numbers} for start in numbers]
     trainer = Trainer(model, arguments, train_dataset=rows)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -58,7 +58,7 @@ def export_at_once(model_dir, output):
 
 @pytest.mark.parametrize("num_ranks", [2, 4])  # 4: hybrid sharding
 @pytest.mark.parametrize("loader", ["rank0", "direct"])
-def test_a_plain_trainer_trains_as_with_from_pretrained(ranks, tiny_model, tmp_path, loader, num_ranks):
+def test_a_plain_trainer_trains_as_usual(ranks, tiny_model, tmp_path, loader, num_ranks):
     model = str(tiny_model("llama"))
     expected = ranks.run(train_plainly, num_ranks, model, str(tmp_path), "stock")
     assert ranks.run(train_plainly, num_ranks, model, str(tmp_path), loader) == expected

@@ -66,7 +66,8 @@ class Rules {
       if (missing.empty()) return;
       look_for_refusal();
     }
-    refuse(FIRST + "it is a batch of sends and receives that these ranks have not begun: " + missing);
+    refuse(FIRST + "it is a batch of sends and receives that these ranks have not begun: " +
+           missing);
   }
 
   // Compare a send with its receive. Return a key as `begin_collective` does.
@@ -159,7 +160,8 @@ class Rules {
 
   std::string arrive(const std::string& key, int num_ranks) {
     try {
-      if (is_alive_ && store_->add(key + "/begun", 1) == num_ranks) store_->set(key + "/all", "yes");
+      bool is_last = is_alive_ && store_->add(key + "/begun", 1) == num_ranks;
+      if (is_last) store_->set(key + "/all", "yes");
     } catch (const c10::Error&) {
       is_alive_ = false;
     }
