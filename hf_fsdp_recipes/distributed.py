@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hf_fsdp_recipes.errors import RecipeError, describe
@@ -57,6 +58,20 @@ def host_group() -> dist.ProcessGroup:
         _groups.clear()
         _groups[default] = new_group()
     return _groups[default]
+
+
+def open_default_group(device: torch.device) -> None:
+    """Let all ranks take part in the default group's first operation. Collective.
+
+    NCCL creates the group's communicator in it. Only after that may some of the ranks send each
+    other tensors of the device.
+    """
+    dist.broadcast(torch.zeros(1, device=device), 0)
+
+
+def can_send(device_type: str) -> bool:
+    """Return whether ranks can send each other tensors. gloo aborts if they are not on the CPU."""
+    return device_type == "cpu" or dist.get_backend() != "gloo"
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
+from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import MANIFEST
 from hf_fsdp_recipes.checkpointing.resume import check_pickles, find_damage
 from hf_fsdp_recipes.errors import ExportError, describe
@@ -37,9 +38,16 @@ def on_meta(shape: torch.Size, held: torch.dtype, dtype: torch.dtype | None = No
 
 
 def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, Source]:
-    """Return the tensors of a model's state dict. FSDP2's shards are converted to `dtype` before they are gathered."""
+    """Return the tensors of a model's state dict. Collective.
+
+    FSDP2's shards are converted to `dtype` before they are gathered.
+    """
     sources = {}
-    for name, value in model.state_dict().items():
+    state = model.state_dict()
+    sharded = next((value for value in state.values() if isinstance(value, DTensor)), None)
+    if sharded is not None:
+        distributed.open_default_group(torch.device(sharded.device_mesh.device_type))
+    for name, value in state.items():
         if isinstance(value, torch.Tensor):  # bitsandbytes also stores strings
             meta = on_meta(value.shape, value.dtype, dtype)
             read = functools.partial(_gather, value.detach(), meta.dtype)
@@ -57,7 +65,8 @@ def _gather(value: torch.Tensor, dtype: torch.dtype, writer: int, memory: torch.
     replicas = mesh.mesh.reshape(-1, mesh.size(-1)).tolist()  # under HSDP, each row of the mesh is one replica
     ranks = next((row for row in replicas if writer in row), None)
     *outer, inner = value.placements
-    if ranks is None or inner != Shard(0) or not all(placement.is_replicate() for placement in outer):
+    is_sharded = inner == Shard(0) and all(placement.is_replicate() for placement in outer)
+    if ranks is None or not is_sharded or not distributed.can_send(mesh.device_type):
         return value.full_tensor()
     local, own = value.to_local().contiguous(), dist.get_rank()
     if own != writer:

@@ -168,9 +168,15 @@ def fill_from_rank0(
     After an error, rank 0 keeps sending, because the other ranks still wait for data. It then sends uninitialized memory.
     At the end, all ranks raise the error.
     """
+    if entries and not distributed.can_send(device.type):
+        raise LoadError(
+            f"gloo cannot send weights between {device.type} devices. "
+            'Set another ddp_backend, or load with source="direct".'
+        )
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     reader = Reader(model, checkpoint, targets, device)
+    distributed.open_default_group(device)
     weights = read_ahead(reader, entries) if distributed.is_main() else None
     in_flight: deque[Transfer] = deque()
     for entry in logging.tqdm(entries, desc="Loading weights", disable=not distributed.is_main()):

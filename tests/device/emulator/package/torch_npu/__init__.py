@@ -58,7 +58,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 def _make_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
     import torch.distributed as dist
 
-    return _C.make_backend(dist.ProcessGroupGloo(store, rank, size, timeout))
+    return _C.make_backend(dist.ProcessGroupGloo(store, rank, size, timeout), store)
 
 
 def _offload_as_with_nccl(dist: Any) -> None:
