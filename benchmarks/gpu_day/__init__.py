@@ -1,6 +1,6 @@
 """Measures the package on one accelerator in bounded steps, for machines that are there for minutes.
 
-    make gpu-day [OUT=runs/gpu-day] [MINUTES=8] [STEPS=lora,lora_trl] [AGAIN=lora]
+    make gpu-day [OUT=runs/gpu-day] [MINUTES=8] [STEPS="lora lora_trl"] [AGAIN=lora]
 
 Each step writes one line to OUT/results.jsonl as soon as it ends, and what it prints to OUT/log.txt. A
 second call does what is left. Models have random weights; they take 19 GB in OUT/models. Nothing is

@@ -34,7 +34,7 @@ class Step:
         limit: seconds after which it is killed.
         num_ranks: its processes. With two, they share one accelerator over gloo.
         is_new_process: whether a rank cannot be a fork.
-        starts_ranks: whether `function` starts the ranks itself.
+        starts_ranks: whether `function` starts the ranks itself. It then also takes the seconds that it has.
     """
 
     function: Callable[..., Figures]
@@ -53,7 +53,7 @@ def timed(name: str, model: str, settings: dict[str, Any], expected: float, scri
 
 
 def exact(num_ranks: int) -> Step:
-    return Step(compare_runs, (num_ranks,), 35 * num_ranks, starts_ranks=True)
+    return Step(compare_runs, (num_ranks,), 40 + 15 * num_ranks, 200.0, starts_ranks=True)
 
 
 WITH_RECOMPUTATION = LORA | {"gradient_checkpointing": True}
@@ -68,8 +68,8 @@ def make_steps() -> dict[str, Step]:
         "models": Step(make_models, (), 15, 180.0),
         "load_rank0": Step(steps.load, ("rank0",), 6),
         "load_stock": Step(steps.load, ("stock",), 6),
-        "save": Step(steps.save, (), 40, 150.0),
-        "lora": timed("lora", "8b", LORA, 20),
+        "save": Step(steps.save, (), 50, 150.0),
+        "lora": timed("lora", "8b", LORA, 25),
         "lora_trl": timed("lora_trl", "8b", LORA, 20, "trl sft"),
         "exact": exact(1),
         "lora_large": timed("lora_large", "8b", LARGE, 40),
@@ -78,7 +78,7 @@ def make_steps() -> dict[str, Step]:
         "qlora": Step(steps.train, ("8b", "qlora", QLORA), 30, is_new_process=True),
         "full": timed("full", "1b", FULL, 10),
         "full_trl": timed("full_trl", "1b", FULL, 10, "trl sft"),
-        "command": Step(steps.command, (), 40),
+        "command": Step(steps.command, (), 46),
         "lora_large_trl": timed("lora_large_trl", "8b", LARGE, 40, "trl sft"),
         "lora_wrapped": timed("lora_wrapped", "8b", WRAPPED, 16),
         "lora_recompute": timed("lora_recompute", "8b", WITH_RECOMPUTATION, 20),
@@ -91,13 +91,14 @@ def make_steps() -> dict[str, Step]:
 RUNS = {"whole": ("a", False), "again": ("b", False), "killed": ("c", True), "resumed": ("c", False)}
 
 
-def compare_runs(day: Day, num_ranks: int) -> Figures:
+def compare_runs(day: Day, num_ranks: int, seconds: float) -> Figures:
     """Compare a run with itself, and with one that was killed and resumed: losses and gradient norms of each step."""
+    deadline = time.monotonic() + seconds
     found: Figures = {}
     for name, (output, is_killed) in RUNS.items():
         run_name = f"exact-{num_ranks}-{output}"
-        step = Step(steps.train_exactly, (run_name, is_killed), 0, 60.0, num_ranks)
-        found[name] = run(day, f"{run_name}-{name}", step, 60.0)
+        step = Step(steps.train_exactly, (run_name, is_killed), 0, num_ranks=num_ranks)
+        found[name] = run(day, f"{run_name}-{name}", step, deadline - time.monotonic())
         if "error" in found[name]:
             return {"error": f"in {name}: {found[name]['error']}"}
     whole = found["whole"]["steps"]
@@ -147,6 +148,8 @@ def run(day: Day, name: str, step: Step, seconds: float) -> Figures:
     A rank is a fork of this process, which has imported everything but bitsandbytes and has not started CUDA. If
     something has started it, or for bitsandbytes, a rank is a new process.
     """
+    if step.starts_ranks:
+        return step.function(day, *step.inputs, seconds)
     is_new_process = step.is_new_process or torch.cuda.is_initialized()
     context: Any = multiprocessing.get_context("spawn" if is_new_process else "fork")
     port = free_port()
@@ -194,7 +197,7 @@ def finished_steps(day: Day) -> list[str]:
 def add_result(day: Day, name: str, seconds: float, figures: Figures) -> None:
     row = json.dumps({"step": name, "seconds": seconds, **figures})
     rounded = json.dumps(json.loads(row, parse_float=lambda text: round(float(text), 5)))
-    for directory in (day.out, day.work):
+    for directory in {day.out, day.work}:
         with (directory / "results.jsonl").open("a") as stream:
             stream.write(rounded + "\n")
     print(rounded[:1500], flush=True)
@@ -226,13 +229,9 @@ def main() -> None:
             print(f"{name}: left out, {left:.0f} s left", flush=True)
             continue
         started = time.monotonic()
-        figures = step.function(day, *step.inputs) if step.starts_ranks else run(day, name, step, min(step.limit, left))
+        figures = run(day, name, step, min(step.limit, left))
         add_result(day, name, time.monotonic() - started, figures)
         if name != "save":  # `resume` needs its output
             shutil.rmtree(day.output(name), ignore_errors=True)
     for directory in (day.work / "runs").glob("exact-*"):
         shutil.rmtree(directory)
-
-
-if __name__ == "__main__":
-    main()
