@@ -57,7 +57,7 @@ def measure(num_parameters: float, directory: Path) -> dict[str, float]:
     trainer = make_trainer(num_parameters)
     run = RunDirectory(directory, "bench")
     distributed.run_on_main(lambda: run.open(0))
-    writer = Writer(run, trainer.accelerator.device, distributed.new_group())
+    writer = Writer(run, distributed.new_group())
     found: dict[str, list[float]] = {STOCK: [], IDLE: [], BUSY: [], "standstill": []}
     extra = 0
     for repeat in range(REPEATS + 1):  # the first round does not count: it touches memory for the first time

@@ -113,7 +113,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         directory = RunDirectory(Path(args.output_dir), self._run)
         distributed.run_on_main(lambda: directory.open(state.global_step))
         self._directory = directory
-        self._writer = Writer(directory, args.device, distributed.new_group())
+        self._writer = Writer(directory, distributed.new_group())
         self._kept_best = _best(state)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:

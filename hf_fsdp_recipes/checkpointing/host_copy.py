@@ -1,23 +1,25 @@
 """Copies a rank's sharded state to host memory, from which it is written while training continues."""
 
 import contextlib
+import copy
 import ctypes
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_recipes.errors import describe
+from hf_fsdp_recipes.metrics.memory import available_host_bytes
 
 logger = logging.getLogger(__name__)
 
 TOUCHED_BYTES = 64 * 1024 * 1024  # what a thread touches at a time
 REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all CUDA contexts
+PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 TensorPath: TypeAlias = tuple[Any, ...]  # the keys and indices that lead to a tensor in a nested state
 
@@ -25,54 +27,62 @@ TensorPath: TypeAlias = tuple[Any, ...]  # the keys and indices that lead to a t
 class HostCopy:
     """A copy of a rank's state in host memory. Each save uses the memory of the save before it.
 
-    Training waits for the copy, so nothing can change the state meanwhile. For a GPU of CUDA or ROCm
-    the memory is pinned, so that the copy runs at the speed of the bus. If memory cannot be pinned,
-    copies are slower. If there is no memory, there is no copy, and the caller has to wait until the
-    state is written.
-
-    Args:
-        device: the device of the state.
+    Training waits for the copy, so nothing can change the state meanwhile. What is copied from a GPU
+    of CUDA or ROCm goes to pinned memory, at the speed of the bus. If memory cannot be pinned, copies
+    are slower.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._can_pin = device.type == "cuda"
+    def __init__(self) -> None:
+        self._can_pin = True
         self._copies: dict[TensorPath, torch.Tensor] = {}
-        self._pinned: list[int] = []  # addresses
+        self._pinned: set[int] = set()  # addresses
         # Memory must not be freed while it is pinned. When the process ends, this is not needed.
         self._unpin = weakref.finalize(self, unpin, self._pinned)
         self._unpin.atexit = False
 
+    def find_obstacle(self, state: Mapping[str, Any]) -> str | None:
+        """Return why the state cannot be copied, or None. Not a collective.
+
+        Every rank of the node calls this before any of them calls `take`, which allocates memory.
+        """
+        originals = Originals(state)
+        for path, tensor in originals.tensors.items():
+            local = local_part(tensor)
+            if type(local) not in PLAIN_CLASSES or local.layout != torch.strided:
+                return f"{path[-1]} is a {type(local).__name__}, whose memory is not known"
+        if originals.layout == describe_layout(self._copies):
+            return None
+        # Other ranks need as much. What was allocated for another state is freed first.
+        needed_bytes = local_bytes(originals.tensors) * num_ranks_on_node()
+        freed_bytes = local_bytes(self._copies) * num_ranks_on_node()
+        available_bytes = available_host_bytes() + freed_bytes
+        if needed_bytes <= available_bytes:
+            return None
+        return (
+            f"the copies of this node's ranks need {needed_bytes / 1e9:.1f} GB of host memory, and "
+            f"{available_bytes / 1e9:.1f} GB are available"
+        )
+
     @torch.no_grad()
-    def take(self, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return a copy of the state, or None if there is not enough host memory. Not a collective.
+    def take(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a copy of the state. Not a collective.
 
         Args:
-            state: nested dicts and lists of tensors on any device, DTensors among them, and of other
-                values. Tensors of the copy are in host memory, with the same dtypes, shapes and
-                placements. A tensor with two names is copied once. Other values are not copied.
+            state: nested dicts, lists and tuples of tensors on any device, DTensors among them, and of
+                other values. Tensors of the copy are in host memory, with the same dtypes, shapes and
+                placements. A tensor with two names is copied once.
         """
-        first_paths: dict[Any, TensorPath] = {}
-        originals: dict[TensorPath, torch.Tensor] = {}
-
-        def note(path: TensorPath, tensor: torch.Tensor) -> None:
-            if first_paths.setdefault(identify(tensor), path) == path:
-                originals[path] = tensor
-
-        map_tensors(state, note)
+        originals = Originals(state)
+        if originals.layout != describe_layout(self._copies):
+            self._allocate(originals.tensors)
+        synchronize()  # what another stream still computes, in host memory too
         try:
-            self._allocate(originals)
-        except (MemoryError, RuntimeError) as error:  # torch raises a RuntimeError
-            message = "there is no host memory for a copy, so training waits for each save: %s"
-            logger.warning(message, describe(error))
-            self.close()
-            return None
-        for path, original in originals.items():
-            copy = local_part(self._copies[path])
-            copy.copy_(local_part(original), non_blocking=self._can_pin)
-        if self._can_pin:
-            torch.accelerator.current_stream().synchronize()
-        return map_tensors(state, lambda _, tensor: self._copies[first_paths[identify(tensor)]])
+            for path, original in originals.tensors.items():
+                memory = local_part(self._copies[path])
+                memory.copy_(local_part(original), non_blocking=memory.data_ptr() in self._pinned)
+        finally:
+            synchronize()  # before the memory can be read or freed
+        return map_tensors(state, lambda path, tensor: self._copies[originals.first_path(tensor)])
 
     def close(self) -> None:
         """Free the memory."""
@@ -80,41 +90,62 @@ class HostCopy:
         self._copies.clear()
 
     def _allocate(self, originals: Mapping[TensorPath, torch.Tensor]) -> None:
-        """Allocate and pin memory for tensors like these, unless they are those of the last save."""
-        if describe_layout(originals) == describe_layout(self._copies):
-            return
         self.close()
         for path, original in originals.items():
             self._copies[path] = torch.empty_like(original, device="cpu")
-        allocated = [local_part(copy) for copy in self._copies.values()]
-        touch(allocated)
-        for tensor in allocated:
-            self._pin(tensor)
+        touch([local_part(memory) for memory in self._copies.values()])
+        for path, original in originals.items():
+            device = local_part(original).device
+            if device.type == "cuda" and self._can_pin:
+                self._pin(local_part(self._copies[path]), device)
 
-    def _pin(self, tensor: torch.Tensor) -> None:
-        if not self._can_pin or not tensor.numel():
+    def _pin(self, tensor: torch.Tensor, device: torch.device) -> None:
+        if not tensor.numel():
             return
         address = tensor.data_ptr()
         cuda = torch.cuda.cudart()
         error = int(cuda.cudaHostRegister(address, tensor.nbytes, REGISTER_PORTABLE))
         if not error:
-            self._pinned.append(address)
+            self._pinned.add(address)
             return
         message = "host memory cannot be pinned (CUDA error %d), so saves take longer to copy"
         logger.warning(message, error)
         self._can_pin = False
         # CUDA raises the error again in the next kernel, whatever that computes.
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=self._device).mul_(2)
+            torch.ones(1, device=device).mul_(2)
 
 
-def unpin(addresses: list[int]) -> None:
+class Originals:
+    """The tensors of a state, each with the first path that leads to it.
+
+    Attributes:
+        tensors: {path: tensor}, without second names of a tensor.
+        layout: what `describe_layout` returns for them.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.tensors: dict[TensorPath, torch.Tensor] = {}
+        self._first_paths: dict[Any, TensorPath] = {}
+        map_tensors(state, self._note)
+        self.layout = describe_layout(self.tensors)
+
+    def first_path(self, tensor: torch.Tensor) -> TensorPath:
+        """Return the path under which a tensor of the state is in `tensors`."""
+        return self._first_paths[identify(tensor)]
+
+    def _note(self, path: TensorPath, tensor: torch.Tensor) -> None:
+        if self._first_paths.setdefault(identify(tensor), path) == path:
+            self.tensors[path] = tensor
+
+
+def unpin(addresses: set[int]) -> None:
     """Unpin memory and forget its addresses."""
     while addresses:
         torch.cuda.cudart().cudaHostUnregister(addresses.pop())
 
 
-def touch(tensors: Iterable[torch.Tensor]) -> None:
+def touch(tensors: Sequence[torch.Tensor]) -> None:
     """Let the kernel provide the memory of new tensors, with all of this rank's cores.
 
     Pinning would do this too, but on one core, which takes three times as long.
@@ -124,11 +155,21 @@ def touch(tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors
         for start in range(0, tensor.nbytes, TOUCHED_BYTES)
     ]
-    num_ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks_on_node)
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks_on_node())
     with ThreadPoolExecutor(num_threads, "checkpoint-memory") as threads:
         for address, num_bytes in pieces:
             threads.submit(ctypes.memset, address, 0, num_bytes)
+
+
+def num_ranks_on_node() -> int:
+    """Return how many ranks share this node's cores and memory, according to the launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def synchronize() -> None:
+    """Wait for this process's accelerator, if it has one."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,23 +177,36 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def identify(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a value that is equal for two names of one tensor, and for no other tensor."""
-    return local_part(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+def local_bytes(tensors: Mapping[TensorPath, torch.Tensor]) -> int:
+    """Return the bytes of this rank's rows."""
+    return sum(local_part(tensor).nbytes for tensor in tensors.values())
+
+
+def describe_form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what two tensors must have in common to be copied to the same memory."""
+    placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return tensor.shape, local_part(tensor).shape, tensor.dtype, placements
 
 
 def describe_layout(tensors: Mapping[TensorPath, torch.Tensor]) -> dict[TensorPath, Any]:
-    """Return what decides whether tensors fit into memory that was allocated for others."""
-    return {path: (tensor.shape, local_part(tensor).shape, tensor.dtype) for path, tensor in tensors.items()}
+    """Return the forms of tensors by path."""
+    return {path: describe_form(tensor) for path, tensor in tensors.items()}
+
+
+def identify(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a value that two names of one tensor have in common, and no two tensors with memory."""
+    local = local_part(tensor)
+    view = (local.device, local.data_ptr(), local.stride(), local.is_conj(), local.is_neg())
+    return *describe_form(tensor), *view
 
 
 def map_tensors(value: Any, function: Callable[[TensorPath, torch.Tensor], Any], path: TensorPath = ()) -> Any:
-    """Return nested dicts, lists and tuples with `function(path, tensor)` for each tensor."""
+    """Return a copy of nested dicts, lists and tuples with `function(path, tensor)` for each tensor."""
     if isinstance(value, torch.Tensor):
         return function(path, value)
     if isinstance(value, Mapping):
         return {key: map_tensors(item, function, (*path, key)) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         items = enumerate(value)
         return type(value)(map_tensors(item, function, (*path, index)) for index, item in items)
-    return value
+    return copy.deepcopy(value)

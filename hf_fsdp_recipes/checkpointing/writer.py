@@ -3,6 +3,7 @@
 Only one save is in flight at a time. The ranks agree on its outcome: either all ranks get the same error, or none gets one.
 """
 
+import logging
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,6 +21,8 @@ from hf_fsdp_recipes.checkpointing.hashing import FileFacts, HashingWriter, read
 from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, local_part
 from hf_fsdp_recipes.checkpointing.recorder import State
 from hf_fsdp_recipes.errors import CheckpointError, describe
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -40,35 +43,48 @@ class Writer:
 
     Args:
         directory: the run's output directory. Only rank 0 changes it.
-        device: the device of the sharded state.
         group: a gloo group of all ranks that nothing else uses.
     """
 
-    def __init__(self, directory: RunDirectory, device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(self, directory: RunDirectory, group: dist.ProcessGroup) -> None:
         self._directory = directory
         self._group = group
-        self._host_copy = HostCopy(device)
+        self._host_copy = HostCopy()
         self._threads = ThreadPoolExecutor(2, "checkpoint-writing")  # one writes, one checks
         self._written: Future[None] | None = None
 
     def start(self, save: Save, asynchronous: bool) -> None:
-        """Start a save. When this returns, the state may change.
+        """Start a save. When this returns, the state may change. Collective.
 
-        With `asynchronous`, this copies the state to host memory, which is then written in the
-        background. Otherwise, and without memory for a copy, the state is written meanwhile.
+        With `asynchronous`, the ranks copy the state to host memory, and the copy is written in the
+        background. Otherwise, or if a rank cannot copy its state, all ranks wait until it is written.
         """
-        copied = None
-        if asynchronous and save.error is None:
-            try:
-                copied = self._host_copy.take(save.parts)
-            except Exception as error:  # the ranks agree on it before they write
-                save.error = error
-        if copied is not None:
-            save.parts = copied
+        is_copied = asynchronous and self._copy(save)
         checked = self._threads.submit(check_finite, save.parts)
         self._written = self._threads.submit(self._write, save, checked)
-        if copied is None:
+        if not is_copied:
             wait([self._written])
+
+    def _copy(self, save: Save) -> bool:
+        """Put a copy of its state into a save. Return whether all ranks have done so. Collective."""
+        if self._is_refused(self._host_copy.find_obstacle(save.parts)):
+            return False
+        obstacle = None
+        try:
+            save.parts = self._host_copy.take(save.parts)
+        except Exception as error:  # the state itself can still be written
+            obstacle = describe(error)
+            self._host_copy.close()
+        return not self._is_refused(obstacle)
+
+    def _is_refused(self, obstacle: str | None) -> bool:
+        """Return whether any rank has an obstacle, and name the first one. Collective."""
+        obstacles = distributed.gather(obstacle, self._group)
+        first = next(filter(None, obstacles), None)
+        if first is not None and distributed.is_main():
+            message = "the state cannot be copied, so training waits while this save is written: %s"
+            logger.warning(message, first)
+        return first is not None
 
     @property
     def has_failed(self) -> bool:

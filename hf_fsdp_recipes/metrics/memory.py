@@ -1,9 +1,15 @@
 """Measures the host and device memory of this process, in bytes."""
 
+import contextlib
 from pathlib import Path
 
+import psutil
 import torch
 
+CGROUPS = Path("/sys/fs/cgroup")
+# For each version of cgroups: the files with the limit and the usage, and the prefix of the entries in memory.stat.
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+CGROUP_V2 = ("memory.max", "memory.current", "")
 COUNTERS = {  # {name in metrics.jsonl: name of a function in the device's module, such as torch.cuda}
     "device_valley_bytes": "memory_allocated",
     "device_peak_bytes": "max_memory_allocated",
@@ -15,6 +21,35 @@ def host_bytes() -> int:
     """Return this process's resident memory without the pages of memory-mapped files (RssAnon + RssShmem)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def available_host_bytes() -> int:
+    """Return the host memory that is left: on the node, or in this process's cgroup, as in Slurm jobs and containers."""
+    left = [psutil.virtual_memory().available]
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            left += read_cgroups(CGROUPS, path, *CGROUP_V2)
+        elif "memory" in controllers.split(","):
+            left += read_cgroups(CGROUPS / "memory", path, *CGROUP_V1)
+    return min(left)
+
+
+def read_cgroups(root: Path, path: str, limit_file: str, usage_file: str, prefix: str) -> list[int]:
+    """Return what is left in a cgroup and in each cgroup around it. Pages of files count as left."""
+    found = []
+    directory = root / path.lstrip("/")
+    while directory.is_relative_to(root):
+        # Without a limit, the files are missing or the limit is the word "max".
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((directory / limit_file).read_text())
+            usage = int((directory / usage_file).read_text())
+            lines = (directory / "memory.stat").read_text().splitlines()
+            stat = {name: int(number) for name, number in (line.split() for line in lines)}
+            pages_of_files = stat[f"{prefix}active_file"] + stat[f"{prefix}inactive_file"]
+            found.append(limit - usage + pages_of_files)
+        directory = directory.parent
+    return found
 
 
 def pop_device_bytes(device: torch.device) -> dict[str, int]:

@@ -131,21 +131,31 @@ def test_steps_after_a_save_do_not_change_what_is_written(run, tmp_path):
     assert resumed["resumed"] == "checkpoint-2" and resumed["weights"] == whole["weights"]
 
 
-def _have_no_memory_for_a_copy(trainer):
+def _have_no_memory_on_rank_1(trainer):
+    from hf_fsdp_recipes.checkpointing import host_copy
+
+    if rank() == 1:
+        host_copy.available_host_bytes = lambda: 100
+
+
+def _fail_to_copy_on_rank_1(trainer):
     from hf_fsdp_recipes.checkpointing.host_copy import HostCopy
 
     def fail(self, originals):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        raise RuntimeError("can't allocate memory")
 
-    HostCopy._allocate = fail
+    if rank() == 1:
+        HostCopy._allocate = fail
 
 
-def test_without_memory_for_a_copy_training_waits_and_nothing_is_lost(run, tmp_path):
-    whole = run(tmp_path, prepare=_have_no_memory_for_a_copy)[0]
-    assert any("training waits for each save" in text for text in whole["warnings"])
+@pytest.mark.parametrize("prepare", [_have_no_memory_on_rank_1, _fail_to_copy_on_rank_1])
+def test_if_a_rank_cannot_copy_its_state_all_wait_and_nothing_is_lost(run, tmp_path, prepare):
+    results = run(tmp_path, prepare=prepare)
+    assert any("training waits while this save is written" in text for text in results[0]["warnings"])
+    assert results[0]["error"] is None
     shutil.rmtree(tmp_path / "checkpoint-4")
     resumed = run(tmp_path)[0]
-    assert resumed["resumed"] == "checkpoint-2" and resumed["weights"] == whole["weights"]
+    assert resumed["resumed"] == "checkpoint-2" and resumed["weights"] == results[0]["weights"]
 
 
 def _add_metrics(trainer):
