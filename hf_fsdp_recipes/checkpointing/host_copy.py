@@ -22,6 +22,7 @@ REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all CUDA contexts
 PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 TensorPath: TypeAlias = tuple[Any, ...]  # the keys and indices that lead to a tensor in a nested state
+Layout: TypeAlias = dict[TensorPath, tuple[Any, ...]]  # forms of tensors, by path
 
 
 class HostCopy:
@@ -34,28 +35,27 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._can_pin = True
+        self._layout: Layout = {}
         self._copies: dict[TensorPath, torch.Tensor] = {}
         self._pinned: set[int] = set()  # addresses
         # Memory must not be freed while it is pinned. When the process ends, this is not needed.
         self._unpin = weakref.finalize(self, unpin, self._pinned)
         self._unpin.atexit = False
 
-    def find_obstacle(self, state: Mapping[str, Any]) -> str | None:
-        """Return why the state cannot be copied, or None. Not a collective.
+    def find_obstacle(self, originals: "Originals") -> str | None:
+        """Return why a state cannot be copied, or None. Not a collective.
 
         Every rank of the node calls this before any of them calls `take`, which allocates memory.
         """
-        originals = Originals(state)
-        for path, tensor in originals.tensors.items():
-            local = local_part(tensor)
+        for path, local in originals.local_parts.items():
             if type(local) not in PLAIN_CLASSES or local.layout != torch.strided:
                 return f"{path[-1]} is a {type(local).__name__}, whose memory is not known"
-        if originals.layout == describe_layout(self._copies):
+        if originals.layout == self._layout:
             return None
         # Other ranks need as much. What was allocated for another state is freed first.
-        needed_bytes = local_bytes(originals.tensors) * num_ranks_on_node()
-        freed_bytes = local_bytes(self._copies) * num_ranks_on_node()
-        available_bytes = available_host_bytes() + freed_bytes
+        needed_bytes = originals.num_bytes * num_ranks_on_node()
+        own_bytes = sum(local_part(memory).nbytes for memory in self._copies.values())
+        available_bytes = available_host_bytes() + own_bytes * num_ranks_on_node()
         if needed_bytes <= available_bytes:
             return None
         return (
@@ -64,40 +64,38 @@ class HostCopy:
         )
 
     @torch.no_grad()
-    def take(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a copy of the state. Not a collective.
+    def take(self, originals: "Originals") -> dict[str, Any]:
+        """Return a copy of a state. Not a collective.
 
-        Args:
-            state: nested dicts, lists and tuples of tensors on any device, DTensors among them, and of
-                other values. Tensors of the copy are in host memory, with the same dtypes, shapes and
-                placements. A tensor with two names is copied once.
+        Tensors of the copy are in host memory, with the same dtypes, shapes and placements. A tensor
+        with two names is copied once.
         """
-        originals = Originals(state)
-        if originals.layout != describe_layout(self._copies):
-            self._allocate(originals.tensors)
+        if originals.layout != self._layout:
+            self._allocate(originals)
         synchronize()  # what another stream still computes, in host memory too
         try:
-            for path, original in originals.tensors.items():
+            for path, local in originals.local_parts.items():
                 memory = local_part(self._copies[path])
-                memory.copy_(local_part(original), non_blocking=memory.data_ptr() in self._pinned)
+                memory.copy_(local, non_blocking=memory.data_ptr() in self._pinned)
         finally:
             synchronize()  # before the memory can be read or freed
-        return map_tensors(state, lambda path, tensor: self._copies[originals.first_path(tensor)])
+        return originals.replaced(self._copies)
 
     def close(self) -> None:
         """Free the memory."""
         unpin(self._pinned)
         self._copies.clear()
+        self._layout = {}
 
-    def _allocate(self, originals: Mapping[TensorPath, torch.Tensor]) -> None:
+    def _allocate(self, originals: "Originals") -> None:
         self.close()
-        for path, original in originals.items():
+        for path, original in originals.tensors.items():
             self._copies[path] = torch.empty_like(original, device="cpu")
         touch([local_part(memory) for memory in self._copies.values()])
-        for path, original in originals.items():
-            device = local_part(original).device
-            if device.type == "cuda" and self._can_pin:
-                self._pin(local_part(self._copies[path]), device)
+        for path, local in originals.local_parts.items():
+            if local.device.type == "cuda" and self._can_pin:
+                self._pin(local_part(self._copies[path]), local.device)
+        self._layout = originals.layout
 
     def _pin(self, tensor: torch.Tensor, device: torch.device) -> None:
         if not tensor.numel():
@@ -117,26 +115,38 @@ class HostCopy:
 
 
 class Originals:
-    """The tensors of a state, each with the first path that leads to it.
+    """The tensors of a state, without second names of a tensor.
+
+    Args:
+        state: nested dicts, lists and tuples of tensors on any device, DTensors among them, and of
+            other values.
 
     Attributes:
-        tensors: {path: tensor}, without second names of a tensor.
-        layout: what `describe_layout` returns for them.
+        tensors: each tensor with the first path that leads to it.
+        local_parts: this rank's rows of these tensors.
+        layout: what tensors must have in common to be copied to the same memory.
+        num_bytes: of this rank's rows.
     """
 
+    @torch.no_grad()  # which makes `to_local` fast
     def __init__(self, state: Mapping[str, Any]) -> None:
-        self.tensors: dict[TensorPath, torch.Tensor] = {}
+        self._state = state
         self._first_paths: dict[Any, TensorPath] = {}
+        self.tensors: dict[TensorPath, torch.Tensor] = {}
+        self.local_parts: dict[TensorPath, torch.Tensor] = {}
+        self.layout: Layout = {}
         map_tensors(state, self._note)
-        self.layout = describe_layout(self.tensors)
+        self.num_bytes = sum(local.nbytes for local in self.local_parts.values())
 
-    def first_path(self, tensor: torch.Tensor) -> TensorPath:
-        """Return the path under which a tensor of the state is in `tensors`."""
-        return self._first_paths[identify(tensor)]
+    def replaced(self, copies: Mapping[TensorPath, torch.Tensor]) -> dict[str, Any]:
+        """Return a copy of the state with other tensors."""
+        return map_tensors(self._state, lambda _, tensor: copies[self._first_paths[identify(tensor)]])
 
     def _note(self, path: TensorPath, tensor: torch.Tensor) -> None:
         if self._first_paths.setdefault(identify(tensor), path) == path:
             self.tensors[path] = tensor
+            self.local_parts[path] = local_part(tensor)
+            self.layout[path] = describe_form(tensor)
 
 
 def unpin(addresses: set[int]) -> None:
@@ -177,20 +187,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_bytes(tensors: Mapping[TensorPath, torch.Tensor]) -> int:
-    """Return the bytes of this rank's rows."""
-    return sum(local_part(tensor).nbytes for tensor in tensors.values())
-
-
 def describe_form(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return what two tensors must have in common to be copied to the same memory."""
     placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     return tensor.shape, local_part(tensor).shape, tensor.dtype, placements
-
-
-def describe_layout(tensors: Mapping[TensorPath, torch.Tensor]) -> dict[TensorPath, Any]:
-    """Return the forms of tensors by path."""
-    return {path: describe_form(tensor) for path, tensor in tensors.items()}
 
 
 def identify(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from torch.utils.serialization import config
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import RunDirectory
 from hf_fsdp_recipes.checkpointing.hashing import FileFacts, HashingWriter, read_facts
-from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, local_part
+from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, Originals, local_part
 from hf_fsdp_recipes.checkpointing.recorder import State
 from hf_fsdp_recipes.errors import CheckpointError, describe
 
@@ -67,11 +67,12 @@ class Writer:
 
     def _copy(self, save: Save) -> bool:
         """Put a copy of its state into a save. Return whether all ranks have done so. Collective."""
-        if self._is_refused(self._host_copy.find_obstacle(save.parts)):
+        originals = Originals(save.parts)
+        if self._is_refused(self._host_copy.find_obstacle(originals)):
             return False
         obstacle = None
         try:
-            save.parts = self._host_copy.take(save.parts)
+            save.parts = self._host_copy.take(originals)
         except Exception as error:  # the state itself can still be written
             obstacle = describe(error)
             self._host_copy.close()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_fsdp_recipes.checkpointing import host_copy
-from hf_fsdp_recipes.checkpointing.host_copy import HostCopy
+from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, Originals
 from hf_fsdp_recipes.metrics import memory
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -71,24 +71,24 @@ def assert_equal(found, expected):
 
 def test_a_copy_is_the_state_at_that_moment_and_the_next_one_uses_its_memory():
     state, copied = make_state(), HostCopy()
-    assert copied.find_obstacle(state) is None
+    assert copied.find_obstacle(Originals(state)) is None
     expected = copy.deepcopy(state)
-    first = copied.take(state)
+    first = copied.take(Originals(state))
     change(state)
     assert_equal(first, expected)
     assert first["model"]["tied"] is first["model"]["weight"]
     address = first["model"]["weight"].data_ptr()
     changed = copy.deepcopy(state)
-    second = copied.take(state)
+    second = copied.take(Originals(state))
     assert_equal(second, changed)
     assert second["model"]["weight"].data_ptr() == address
 
 
 def test_a_state_of_another_form_gets_other_memory():
     copied = HostCopy()
-    copied.take({"model": {"weight": torch.ones(4)}})
+    copied.take(Originals({"model": {"weight": torch.ones(4)}}))
     state = {"model": {"weight": torch.ones(4, dtype=torch.bfloat16), "new": torch.zeros(2)}}
-    assert_equal(copied.take(state), state)
+    assert_equal(copied.take(Originals(state)), state)
 
 
 class Wrapped(torch.Tensor):
@@ -105,14 +105,14 @@ class Wrapped(torch.Tensor):
 
 def test_a_tensor_with_memory_of_its_own_kind_is_an_obstacle():
     state = {"model": {"weight": Wrapped(torch.ones(3))}}
-    assert HostCopy().find_obstacle(state) == "weight is a Wrapped, whose memory is not known"
+    assert HostCopy().find_obstacle(Originals(state)) == "weight is a Wrapped, whose memory is not known"
 
 
 @pytest.mark.parametrize("num_ranks, is_enough", [(1, True), (4, False)])
 def test_too_little_memory_for_all_ranks_of_a_node_is_an_obstacle(monkeypatch, num_ranks, is_enough):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
     monkeypatch.setattr(host_copy, "available_host_bytes", lambda: 12_000_000)
-    obstacle = HostCopy().find_obstacle({"model": {"weight": torch.ones(1_000_000)}})
+    obstacle = HostCopy().find_obstacle(Originals({"weight": torch.ones(1_000_000)}))
     assert (obstacle is None) == is_enough
     assert is_enough or "need 0.0 GB" in obstacle
 
