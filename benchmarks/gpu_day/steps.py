@@ -23,7 +23,7 @@ from benchmarks.gpu_day.day import FULL, LORA, ROOT, Day, Figures
 from benchmarks.gpu_day.watching import Stopwatch, synchronize
 from hf_fsdp_recipes import distributed, patches
 from hf_fsdp_recipes.callback import ShardedCheckpointCallback
-from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, local_part, map_tensors
+from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, find_tensors, local_part
 from hf_fsdp_recipes.checkpointing.writer import Writer
 from hf_fsdp_recipes.loading.load_model import load_model
 from hf_fsdp_recipes.metrics.metrics_file import read_metrics
@@ -225,8 +225,7 @@ def save(day: Day) -> Figures:
 
 def describe_copy(state: Any, facts: Figures) -> None:
     """Note the size of a copy of the state, and which share of it is pinned."""
-    tensors: dict[int, torch.Tensor] = {}
-    map_tensors(state, lambda _, tensor: tensors.setdefault(id(tensor), local_part(tensor)))
+    tensors = {id(tensor): local_part(tensor) for _, tensor in find_tensors(state)}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     num_pinned = 0
     if torch.cuda.is_available():

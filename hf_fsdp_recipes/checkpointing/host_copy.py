@@ -6,7 +6,7 @@ import ctypes
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -135,18 +135,16 @@ class Originals:
         self.tensors: dict[TensorPath, torch.Tensor] = {}
         self.local_parts: dict[TensorPath, torch.Tensor] = {}
         self.layout: Layout = {}
-        map_tensors(state, self._note)
+        for path, tensor in find_tensors(state):
+            if self._first_paths.setdefault(identify(tensor), path) == path:
+                self.tensors[path] = tensor
+                self.local_parts[path] = local_part(tensor)
+                self.layout[path] = describe_form(tensor)
         self.num_bytes = sum(local.nbytes for local in self.local_parts.values())
 
     def replaced(self, copies: Mapping[TensorPath, torch.Tensor]) -> dict[str, Any]:
         """Return a copy of the state with other tensors."""
-        return map_tensors(self._state, lambda _, tensor: copies[self._first_paths[identify(tensor)]])
-
-    def _note(self, path: TensorPath, tensor: torch.Tensor) -> None:
-        if self._first_paths.setdefault(identify(tensor), path) == path:
-            self.tensors[path] = tensor
-            self.local_parts[path] = local_part(tensor)
-            self.layout[path] = describe_form(tensor)
+        return map_tensors(self._state, lambda tensor: copies[self._first_paths[identify(tensor)]])
 
 
 def unpin(addresses: set[int]) -> None:
@@ -200,13 +198,24 @@ def identify(tensor: torch.Tensor) -> tuple[Any, ...]:
     return *describe_form(tensor), *view
 
 
-def map_tensors(value: Any, function: Callable[[TensorPath, torch.Tensor], Any], path: TensorPath = ()) -> Any:
-    """Return a copy of nested dicts, lists and tuples with `function(path, tensor)` for each tensor."""
+def find_tensors(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, torch.Tensor]]:
+    """Yield the tensors in nested dicts, lists and tuples, with their paths."""
     if isinstance(value, torch.Tensor):
-        return function(path, value)
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from find_tensors(item, (*path, key))
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            yield from find_tensors(item, (*path, index))
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a copy of nested dicts, lists and tuples with `function(tensor)` for each tensor."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
     if isinstance(value, Mapping):
-        return {key: map_tensors(item, function, (*path, key)) for key, item in value.items()}
+        return {key: map_tensors(item, function) for key, item in value.items()}
     if type(value) in (list, tuple):
-        items = enumerate(value)
-        return type(value)(map_tensors(item, function, (*path, index)) for index, item in items)
+        return type(value)(map_tensors(item, function) for item in value)
     return copy.deepcopy(value)
