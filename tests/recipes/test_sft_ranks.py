@@ -132,3 +132,20 @@ def _precision_of(argv):
     Trainer.training_step = training_step
     run_recipe(argv)
     return found[0]
+
+
+def _fail_to_export(arguments):
+    from hf_fsdp_recipes import callback
+
+    def fail(*arguments, **keywords):
+        raise RuntimeError("the disk is on fire")
+
+    callback.export_model = fail
+    with pytest.raises(RuntimeError, match=r"^the disk is on fire$"):  # not: training cannot begin
+        run_recipe(arguments)
+
+
+def test_an_error_in_the_export_is_not_called_an_error_of_the_set_up(tiny_model, chat_file, tmp_path):
+    values = {"model_name_or_path": tiny_model("llama"), "dataset_name": chat_file, "save_strategy": "no"}
+    argv = write_recipe(tmp_path / "recipe.yaml", SETTINGS | {"max_steps": 1} | values)
+    run_ranks(_fail_to_export, 2, [*argv, "--output_dir", tmp_path / "run"], environment=template_environment(CPU))
