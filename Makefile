@@ -60,7 +60,7 @@ SEED ?= 0
 soak: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.soak --kills $(KILLS) --mutations $(MUTATIONS) --disk $(DISK) --seed $(SEED)
 
-# On one accelerator, in bounded steps; call it until nothing is left. Needs 60 GB in OUT.
+# On one accelerator, in bounded steps; call it until nothing is left. Needs 60 GB in OUT. The planner's predictions come first.
 OUT ?= runs/gpu-day
 MINUTES ?= 8
 STEPS ?=

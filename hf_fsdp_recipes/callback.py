@@ -34,11 +34,13 @@ STATE_KEY = "ShardedCheckpoints"  # key of the run's id in `TrainerState.statefu
 class ShardedCheckpointCallback(TrainerCallback):
     """Makes each save of a Trainer under FSDP asynchronous, verified and atomic. Exports the model when training ends.
 
-    Trainer decides when to save. Training waits until the state is copied to host memory, and continues while the checkpoint is
-    written. The copy is as large as this rank's shard of the model and of the optimizer state. The
-    directory `checkpoint-<step>` appears only when all of its files are on disk. Resume with
-    `trainer.train(resume_from_checkpoint=latest_checkpoint(output_dir))`. If a save fails, the error is logged and training
-    continues. The run ends with an error only if its last save fails. Without FSDP, Trainer saves as if there were no callback.
+    Trainer decides when to save. Training waits until the state is copied to host memory, and continues while the
+    checkpoint is written. The copy is as large as this rank's shard of the model and of the optimizer state. If the
+    state cannot be copied on a rank, all ranks wait until the checkpoint is written. The directory
+    `checkpoint-<step>` appears only when all of its files are on disk. Resume with
+    `trainer.train(resume_from_checkpoint=latest_checkpoint(output_dir))`. If a save fails, the error is logged and
+    training continues. The run ends with an error only if its last save fails. Without FSDP, Trainer saves as if there
+    were no callback.
 
     Pass this callback to the trainer on every rank, as the last one. After a signal, callbacks behind it get no `on_train_end`.
 

@@ -21,7 +21,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "tie_word_embeddings": True,
     },
-    "150m": {
+    "190m": {
         "hidden_size": 1024,
         "intermediate_size": 4096,
         "num_hidden_layers": 8,

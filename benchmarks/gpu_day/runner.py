@@ -66,7 +66,7 @@ def make_steps() -> dict[str, Step]:
     return {
         "probe": Step(steps.probe, (), 4),
         "models": Step(make_models, (), 15, 180.0),
-        "load_rank0": Step(steps.load, ("rank0",), 6),
+        "load_model": Step(steps.load, ("load_model",), 6),
         "load_stock": Step(steps.load, ("stock",), 6),
         "save": Step(steps.save, (), 50, 150.0),
         "lora": timed("lora", "8b", LORA, 25),
@@ -83,7 +83,6 @@ def make_steps() -> dict[str, Step]:
         "lora_wrapped": timed("lora_wrapped", "8b", WRAPPED, 16),
         "lora_recompute": timed("lora_recompute", "8b", WITH_RECOMPUTATION, 20),
         "lora_liger": timed("lora_liger", "8b", WITH_LIGER, 18),
-        "load_direct": Step(steps.load, ("direct",), 5),
     }
 
 
@@ -207,7 +206,7 @@ def main() -> None:
     every_step = make_steps()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="results.jsonl, log.txt, plan.json")
-    parser.add_argument("--work", type=Path, help="models and runs, 40 GB; default: OUT")
+    parser.add_argument("--work", type=Path, help="models and runs, 60 GB; default: OUT")
     parser.add_argument("--scale", choices=("full", "small"), default="full")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--steps", nargs="+", choices=every_step, default=list(every_step))

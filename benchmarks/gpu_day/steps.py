@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -85,7 +85,7 @@ def time_work(work: Callable[[], Any]) -> float:
 
 
 def load(day: Day, kind: str) -> Figures:
-    """Load and shard the 8B model in bf16: with load_model's sources, or as Trainer does."""
+    """Load and shard the 8B model in bf16: with load_model, or as Trainer does."""
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # otherwise, all weights become float32
     patches.enable_cpu_ranks()
     accelerator = Accelerator()
@@ -95,7 +95,7 @@ def load(day: Day, kind: str) -> Figures:
         if kind == "stock":
             model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
         else:
-            model = load_model(name, dtype="bfloat16", source=cast("Any", kind))
+            model = load_model(name, dtype="bfloat16")
         model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
         synchronize()
     found = {"load s": memory.seconds, "host growth GB": memory.growth_bytes / 1e9}
@@ -103,7 +103,7 @@ def load(day: Day, kind: str) -> Figures:
         found["device peak GB"] = torch.get_device_module().max_memory_allocated() / 1e9
     with torch.no_grad():
         logits = model(input_ids=torch.arange(32, device=accelerator.device)[None]).logits
-    found["mean logsumexp, the same for all"] = float(logits.float().logsumexp(-1).mean())
+    found["mean logsumexp, the same for both"] = float(logits.float().logsumexp(-1).mean())
     return found
 
 
@@ -268,7 +268,7 @@ def resume(day: Day) -> Figures:
 
 
 def train_exactly(day: Day, run: str, is_killed: bool) -> Figures:
-    """Train for ten steps with deterministic kernels, save at step 4, and kill this process in step 8 if asked to.
+    """Train for ten steps with deterministic kernels, save at step 4, and kill this process after step 8 if asked to.
 
     Returns each step's loss and gradient norm. Run again, it resumes.
     """
@@ -300,7 +300,7 @@ def train_exactly(day: Day, run: str, is_killed: bool) -> Figures:
     }
     if distributed.world_size() > 1:
         settings |= {"ddp_backend": "gloo", "export": False}  # an export sends, too
-    run_script(day.arguments("150m", run, settings), [Killer()])
+    run_script(day.arguments("190m", run, settings), [Killer()])
     entries = [entry for entry in read_metrics(output / "metrics.jsonl") if "loss" in entry]
     steps = {entry["step"]: [entry["loss"], entry["grad_norm"]] for entry in entries}
     return {"steps": steps}

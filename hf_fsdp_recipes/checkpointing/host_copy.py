@@ -18,6 +18,8 @@ from hf_fsdp_recipes.metrics.memory import available_host_bytes
 logger = logging.getLogger(__name__)
 
 TOUCHED_BYTES = 64 * 1024 * 1024  # what a thread touches at a time
+PINNED_BYTES = 1024 * 1024  # smaller tensors gain nothing, and share their pages with other data
+USED_SHARE = 0.95  # of the memory that is left
 REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all CUDA contexts
 PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
@@ -31,9 +33,13 @@ class HostCopy:
     Training waits for the copy, so nothing can change the state meanwhile. What is copied from a GPU
     of CUDA or ROCm goes to pinned memory, at the speed of the bus. If memory cannot be pinned, copies
     are slower.
+
+    Args:
+        num_ranks_on_node: how many ranks share this node's cores and memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks_on_node: int) -> None:
+        self._num_ranks_on_node = num_ranks_on_node
         self._can_pin = True
         self._layout: Layout = {}
         self._copies: dict[TensorPath, torch.Tensor] = {}
@@ -49,36 +55,39 @@ class HostCopy:
         """
         for path, local in originals.local_parts.items():
             if type(local) not in PLAIN_CLASSES or local.layout != torch.strided:
-                return f"{path[-1]} is a {type(local).__name__}, whose memory is not known"
+                name = ".".join(map(str, path))
+                return f"{name} is a {type(local).__name__}, which has no memory of its own"
         if originals.layout == self._layout:
             return None
         # Other ranks need as much. What was allocated for another state is freed first.
-        needed_bytes = originals.num_bytes * num_ranks_on_node()
         own_bytes = sum(local_part(memory).nbytes for memory in self._copies.values())
-        available_bytes = available_host_bytes() + own_bytes * num_ranks_on_node()
-        if needed_bytes <= available_bytes:
+        needed_bytes = originals.num_bytes * self._num_ranks_on_node
+        left_bytes = available_host_bytes() + own_bytes * self._num_ranks_on_node
+        if needed_bytes <= USED_SHARE * left_bytes:
             return None
         return (
             f"the copies of this node's ranks need {needed_bytes / 1e9:.1f} GB of host memory, and "
-            f"{available_bytes / 1e9:.1f} GB are available"
+            f"{left_bytes / 1e9:.1f} GB are available"
         )
 
     @torch.no_grad()
     def take(self, originals: "Originals") -> dict[str, Any]:
         """Return a copy of a state. Not a collective.
 
-        Tensors of the copy are in host memory, with the same dtypes, shapes and placements. A tensor
-        with two names is copied once.
+        Its tensors are in host memory, with the same dtypes, shapes and placements. A tensor with two
+        names is copied once. What is no tensor, dict, list or tuple is copied by `copy.deepcopy`.
         """
         if originals.layout != self._layout:
             self._allocate(originals)
-        synchronize()  # what another stream still computes, in host memory too
+        originals.synchronize()  # what another stream still computes, in host memory too
         try:
             for path, local in originals.local_parts.items():
                 memory = local_part(self._copies[path])
-                memory.copy_(local, non_blocking=memory.data_ptr() in self._pinned)
+                is_pinned = memory.data_ptr() in self._pinned
+                is_lazy = local.is_conj() or local.is_neg()  # then the host changes what was copied
+                memory.copy_(local, non_blocking=is_pinned and not is_lazy)
         finally:
-            synchronize()  # before the memory can be read or freed
+            originals.synchronize()  # before the memory can be read or freed
         return originals.replaced(self._copies)
 
     def close(self) -> None:
@@ -91,14 +100,15 @@ class HostCopy:
         self.close()
         for path, original in originals.tensors.items():
             self._copies[path] = torch.empty_like(original, device="cpu")
-        touch([local_part(memory) for memory in self._copies.values()])
+        num_threads = max(1, len(os.sched_getaffinity(0)) // self._num_ranks_on_node)
+        touch([local_part(memory) for memory in self._copies.values()], num_threads)
         for path, local in originals.local_parts.items():
             if local.device.type == "cuda" and self._can_pin:
                 self._pin(local_part(self._copies[path]), local.device)
         self._layout = originals.layout
 
     def _pin(self, tensor: torch.Tensor, device: torch.device) -> None:
-        if not tensor.numel():
+        if tensor.nbytes < PINNED_BYTES:
             return
         address = tensor.data_ptr()
         cuda = torch.cuda.cudart()
@@ -126,6 +136,7 @@ class Originals:
         local_parts: this rank's rows of these tensors.
         layout: what tensors must have in common to be copied to the same memory.
         num_bytes: of this rank's rows.
+        is_on_accelerator: whether the state, or the model whose state was offloaded, is on one.
     """
 
     @torch.no_grad()  # which makes `to_local` fast
@@ -141,6 +152,15 @@ class Originals:
                 self.local_parts[path] = local_part(tensor)
                 self.layout[path] = describe_form(tensor)
         self.num_bytes = sum(local.nbytes for local in self.local_parts.values())
+        device_types = {local.device.type for local in self.local_parts.values()}
+        meshes = [tensor.device_mesh for tensor in self.tensors.values() if isinstance(tensor, DTensor)]
+        device_types |= {mesh.device_type for mesh in meshes}
+        self.is_on_accelerator = not device_types <= {"cpu"}
+
+    def synchronize(self) -> None:
+        """Wait for the accelerator, if the state is on one."""
+        if self.is_on_accelerator:
+            torch.accelerator.synchronize()
 
     def replaced(self, copies: Mapping[TensorPath, torch.Tensor]) -> dict[str, Any]:
         """Return a copy of the state with other tensors."""
@@ -153,31 +173,19 @@ def unpin(addresses: set[int]) -> None:
         torch.cuda.cudart().cudaHostUnregister(addresses.pop())
 
 
-def touch(tensors: Sequence[torch.Tensor]) -> None:
-    """Let the kernel provide the memory of new tensors, with all of this rank's cores.
+def touch(tensors: Sequence[torch.Tensor], num_threads: int) -> None:
+    """Let the kernel provide the memory of new tensors, with several threads.
 
-    Pinning would do this too, but on one core, which takes three times as long.
+    Pinning would do this too, but with one thread, which takes three times as long.
     """
     pieces = [
         (tensor.data_ptr() + start, min(TOUCHED_BYTES, tensor.nbytes - start))
         for tensor in tensors
         for start in range(0, tensor.nbytes, TOUCHED_BYTES)
     ]
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks_on_node())
     with ThreadPoolExecutor(num_threads, "checkpoint-memory") as threads:
         for address, num_bytes in pieces:
             threads.submit(ctypes.memset, address, 0, num_bytes)
-
-
-def num_ranks_on_node() -> int:
-    """Return how many ranks share this node's cores and memory, according to the launcher."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def synchronize() -> None:
-    """Wait for this process's accelerator, if it has one."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -192,7 +200,7 @@ def describe_form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def identify(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a value that two names of one tensor have in common, and no two tensors with memory."""
+    """Return a key that is equal for two names of one tensor and differs between tensors that have memory."""
     local = local_part(tensor)
     view = (local.device, local.data_ptr(), local.stride(), local.is_conj(), local.is_neg())
     return *describe_form(tensor), *view

@@ -5,6 +5,7 @@ Only one save is in flight at a time. The ranks agree on its outcome: either all
 
 import logging
 import shutil
+import socket
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -49,9 +50,11 @@ class Writer:
     def __init__(self, directory: RunDirectory, group: dist.ProcessGroup) -> None:
         self._directory = directory
         self._group = group
-        self._host_copy = HostCopy()
+        nodes = distributed.gather(socket.gethostname(), group)
+        self._host_copy = HostCopy(num_ranks_on_node=nodes.count(socket.gethostname()))
         self._threads = ThreadPoolExecutor(2, "checkpoint-writing")  # one writes, one checks
         self._written: Future[None] | None = None
+        self._checked: Future[None] | None = None
 
     def start(self, save: Save, asynchronous: bool) -> None:
         """Start a save. When this returns, the state may change. Collective.
@@ -59,24 +62,33 @@ class Writer:
         With `asynchronous`, the ranks copy the state to host memory, and the copy is written in the
         background. Otherwise, or if a rank cannot copy its state, all ranks wait until it is written.
         """
-        is_copied = asynchronous and self._copy(save)
+        has_failed = any(distributed.gather(save.error is not None, self._group))
+        is_copied = asynchronous and not has_failed and self._copy(save)
         checked = self._threads.submit(check_finite, save.parts)
-        self._written = self._threads.submit(self._write, save, checked)
+        written = self._threads.submit(self._write, save, checked)
         if not is_copied:
-            wait([self._written])
+            wait([checked, written])
+        self._checked = checked
+        self._written = written
 
     def _copy(self, save: Save) -> bool:
         """Put a copy of its state into a save. Return whether all ranks have done so. Collective."""
-        originals = Originals(save.parts)
-        if self._is_refused(self._host_copy.find_obstacle(originals)):
-            return False
         obstacle = None
         try:
-            save.parts = self._host_copy.take(originals)
+            originals = Originals(save.parts)
+            obstacle = self._host_copy.find_obstacle(originals)
         except Exception as error:  # the state itself can still be written
             obstacle = describe(error)
+        if self._is_refused(obstacle):
+            return False
+        try:
+            save.parts = self._host_copy.take(originals)
+        except Exception as error:
+            obstacle = describe(error)
+        if self._is_refused(obstacle):
             self._host_copy.close()
-        return not self._is_refused(obstacle)
+            return False
+        return True
 
     def _is_refused(self, obstacle: str | None) -> bool:
         """Return whether any rank has an obstacle, and name the first one. Collective."""
@@ -94,8 +106,11 @@ class Writer:
 
     def wait(self) -> str | None:
         """Wait for the save in flight. Return its error, or None if it succeeded or no save is in flight. Collective."""
-        written, self._written = self._written, None
-        error = None if written is None else written.exception()
+        if self._written is None or self._checked is None:
+            return None
+        wait([self._checked, self._written])  # after an error, the check may still read the copy
+        error = self._written.exception()
+        self._written = None
         return None if error is None else describe(error)
 
     def close(self) -> None:

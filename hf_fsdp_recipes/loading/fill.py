@@ -168,11 +168,8 @@ def fill_from_rank0(
     After an error, rank 0 keeps sending, because the other ranks still wait for data. It then sends uninitialized memory.
     At the end, all ranks raise the error.
     """
-    if entries and not distributed.can_send(device.type):
-        raise LoadError(
-            f"gloo cannot send weights between {device.type} devices. "
-            'Set another ddp_backend, or load with source="direct".'
-        )
+    if entries and distributed.world_size() > 1 and not distributed.can_send(device.type):
+        raise LoadError(f"gloo cannot send weights between {device.type} devices. Set another ddp_backend.")
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     reader = Reader(model, checkpoint, targets, device)

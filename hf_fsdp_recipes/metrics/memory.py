@@ -1,15 +1,17 @@
 """Measures the host and device memory of this process, in bytes."""
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
-# For each version of cgroups: the files with the limit and the usage, and the prefix of the entries in memory.stat.
-CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-CGROUP_V2 = ("memory.max", "memory.current", "")
+# For each version of cgroups: the files with limits, the file with the usage, and the prefix in memory.stat.
+CGROUP_V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
+CGROUP_V2 = (("memory.max", "memory.high"), "memory.current", "")
+
 COUNTERS = {  # {name in metrics.jsonl: name of a function in the device's module, such as torch.cuda}
     "device_valley_bytes": "memory_allocated",
     "device_peak_bytes": "max_memory_allocated",
@@ -26,7 +28,9 @@ def host_bytes() -> int:
 def available_host_bytes() -> int:
     """Return the host memory that is left: on the node, or in this process's cgroup, as in Slurm jobs and containers."""
     left = [psutil.virtual_memory().available]
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    memberships = Path("/proc/self/cgroup")
+    lines = memberships.read_text().splitlines() if memberships.exists() else []
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
             left += read_cgroups(CGROUPS, path, *CGROUP_V2)
@@ -35,19 +39,20 @@ def available_host_bytes() -> int:
     return min(left)
 
 
-def read_cgroups(root: Path, path: str, limit_file: str, usage_file: str, prefix: str) -> list[int]:
+def read_cgroups(root: Path, path: str, limit_files: Sequence[str], usage_file: str, prefix: str) -> list[int]:
     """Return what is left in a cgroup and in each cgroup around it. Pages of files count as left."""
     found = []
     directory = root / path.lstrip("/")
     while directory.is_relative_to(root):
-        # Without a limit, the files are missing or the limit is the word "max".
-        with contextlib.suppress(OSError, ValueError):
-            limit = int((directory / limit_file).read_text())
-            usage = int((directory / usage_file).read_text())
-            lines = (directory / "memory.stat").read_text().splitlines()
-            stat = {name: int(number) for name, number in (line.split() for line in lines)}
-            pages_of_files = stat[f"{prefix}active_file"] + stat[f"{prefix}inactive_file"]
-            found.append(limit - usage + pages_of_files)
+        for limit_file in limit_files:
+            # Without a limit, the file is missing or has the word "max".
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((directory / limit_file).read_text())
+                usage = int((directory / usage_file).read_text())
+                lines = (directory / "memory.stat").read_text().splitlines()
+                stat = {name: int(number) for name, number in (line.split() for line in lines)}
+                pages_of_files = [stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive")]
+                found.append(limit - usage + sum(pages_of_files))
         directory = directory.parent
     return found
 

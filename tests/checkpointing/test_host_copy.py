@@ -70,7 +70,7 @@ def assert_equal(found, expected):
 
 
 def test_a_copy_is_the_state_at_that_moment_and_the_next_one_uses_its_memory():
-    state, copied = make_state(), HostCopy()
+    state, copied = make_state(), HostCopy(1)
     assert copied.find_obstacle(Originals(state)) is None
     expected = copy.deepcopy(state)
     first = copied.take(Originals(state))
@@ -85,7 +85,7 @@ def test_a_copy_is_the_state_at_that_moment_and_the_next_one_uses_its_memory():
 
 
 def test_a_state_of_another_form_gets_other_memory():
-    copied = HostCopy()
+    copied = HostCopy(1)
     copied.take(Originals({"model": {"weight": torch.ones(4)}}))
     state = {"model": {"weight": torch.ones(4, dtype=torch.bfloat16), "new": torch.zeros(2)}}
     assert_equal(copied.take(Originals(state)), state)
@@ -105,14 +105,13 @@ class Wrapped(torch.Tensor):
 
 def test_a_tensor_with_memory_of_its_own_kind_is_an_obstacle():
     state = {"model": {"weight": Wrapped(torch.ones(3))}}
-    assert HostCopy().find_obstacle(Originals(state)) == "weight is a Wrapped, whose memory is not known"
+    assert HostCopy(1).find_obstacle(Originals(state)) == "model.weight is a Wrapped, which has no memory of its own"
 
 
 @pytest.mark.parametrize("num_ranks, is_enough", [(1, True), (4, False)])
 def test_too_little_memory_for_all_ranks_of_a_node_is_an_obstacle(monkeypatch, num_ranks, is_enough):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
     monkeypatch.setattr(host_copy, "available_host_bytes", lambda: 12_000_000)
-    obstacle = HostCopy().find_obstacle(Originals({"weight": torch.ones(1_000_000)}))
+    obstacle = HostCopy(num_ranks).find_obstacle(Originals({"weight": torch.ones(1_000_000)}))
     assert (obstacle is None) == is_enough
     assert is_enough or "need 0.0 GB" in obstacle
 
@@ -123,7 +122,7 @@ def test_too_little_memory_for_all_ranks_of_a_node_is_an_obstacle(monkeypatch, n
     ids=["version 2", "version 1"],
 )
 def test_available_memory_is_that_of_the_tightest_cgroup(monkeypatch, tmp_path, line, root, names):
-    limit_file, usage_file, prefix = names
+    [limit_file, *_], usage_file, prefix = names
     job = tmp_path / root / "job"
     (job / "step").mkdir(parents=True)
     (job / limit_file).write_text("1000000\n")
@@ -155,11 +154,12 @@ def test_what_was_pinned_is_unpinned_also_if_nobody_closes_it(monkeypatch):
     cuda = FakeCuda(limit=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     device = torch.device("cpu")
-    copied = HostCopy()
-    for size in (3, 4):
-        copied._pin(torch.ones(size), device)
-    assert len(cuda.pinned) == 2 and copied._can_pin
-    copied._pin(torch.ones(5), device)  # refused
+    copied = HostCopy(1)
+    tensors = [torch.ones(size) for size in (5, 300_000, 400_000, 500_000)]
+    for tensor in tensors[:3]:
+        copied._pin(tensor, device)
+    assert sorted(cuda.pinned.values()) == [1_200_000, 1_600_000] and copied._can_pin
+    copied._pin(tensors[3], device)  # refused
     assert len(cuda.pinned) == 2 and not copied._can_pin
     del copied
     assert cuda.pinned == {}

@@ -12,5 +12,5 @@ def test_all_steps_run_on_an_accelerator(package, tmp_path):
     environment = {"PYTHONPATH": str(package), "EMU_DEVICES": "1", "TORCHDYNAMO_DISABLE": "1"}
     found = measure(tmp_path, "--steps", *steps, **environment)
     check_figures(found)
-    assert found["load_rank0"]["device peak GB"] < found["load_stock"]["device peak GB"]
+    assert found["load_model"]["device peak GB"] < found["load_stock"]["device peak GB"]
     assert found["lora"]["allocated peak GB"] > 0

@@ -37,7 +37,9 @@ struct DeviceWork : Work {
     auto is_good = [](const Part& part) { return part.inner->isSuccess(); };
     return std::all_of(parts.begin(), parts.end(), is_good);
   }
-  std::exception_ptr exception() const override { return parts.at(0).inner->exception(); }
+  std::exception_ptr exception() const override {
+    return parts.empty() ? nullptr : parts[0].inner->exception();  // none: a batch of collectives
+  }
   int sourceRank() const override { return parts.at(0).inner->sourceRank(); }
   void synchronize() override { wait(kNoTimeout); }
   bool wait(std::chrono::milliseconds timeout) override {
@@ -59,7 +61,13 @@ struct DeviceWork : Work {
   void abort() override {
     for (auto& part : parts) part.inner->abort();
   }
-  Ptr<c10::ivalue::Future> getFuture() override { return parts.at(0).inner->getFuture(); }
+  Ptr<c10::ivalue::Future> getFuture() override {
+    if (!parts.empty()) return parts[0].inner->getFuture();
+    wait(kNoTimeout);
+    auto done = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    done->markCompleted(c10::IValue(tensors));
+    return done;
+  }
 };
 
 static std::string describe(const at::Tensor& t) {

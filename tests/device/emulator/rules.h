@@ -28,7 +28,7 @@ class Rules {
       job_ = prefixed->getUnderlyingNonPrefixStore();
     }
     const char* limit = std::getenv("EMU_FIRST_SECONDS");
-    limit_ = std::chrono::seconds(limit && *limit ? std::atoi(limit) : 5);
+    limit_ = std::chrono::seconds(limit && *limit ? std::atoi(limit) : 30);
   }
 
   // Compare a collective with those of the other ranks. Return a key that is in the store when all
@@ -118,7 +118,7 @@ class Rules {
 
  private:
   inline static const std::string FIRST =
-      "the first operation of a group must be one of all its ranks, because NCCL creates the "
+      "the first operation of a group must be one in which all its ranks take part, because NCCL creates the "
       "communicator in it: ";
   c10::intrusive_ptr<c10d::Store> store_, job_;  // `job_` is the same for all groups
   int rank_, size_;
