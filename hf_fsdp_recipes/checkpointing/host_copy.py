@@ -195,7 +195,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def describe_form(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return what two tensors must have in common to be copied to the same memory."""
-    placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    placements = getattr(tensor, "placements", None)  # of a DTensor
     return tensor.shape, local_part(tensor).shape, tensor.dtype, placements
 
 

@@ -54,7 +54,6 @@ class Writer:
         self._host_copy = HostCopy(num_ranks_on_node=nodes.count(socket.gethostname()))
         self._threads = ThreadPoolExecutor(2, "checkpoint-writing")  # one writes, one checks
         self._written: Future[None] | None = None
-        self._checked: Future[None] | None = None
 
     def start(self, save: Save, asynchronous: bool) -> None:
         """Start a save. When this returns, the state may change. Collective.
@@ -65,11 +64,9 @@ class Writer:
         has_failed = any(distributed.gather(save.error is not None, self._group))
         is_copied = asynchronous and not has_failed and self._copy(save)
         checked = self._threads.submit(check_finite, save.parts)
-        written = self._threads.submit(self._write, save, checked)
+        self._written = self._threads.submit(self._write, save, checked)
         if not is_copied:
-            wait([checked, written])
-        self._checked = checked
-        self._written = written
+            wait([self._written])
 
     def _copy(self, save: Save) -> bool:
         """Put a copy of its state into a save. Return whether all ranks have done so. Collective."""
@@ -106,11 +103,8 @@ class Writer:
 
     def wait(self) -> str | None:
         """Wait for the save in flight. Return its error, or None if it succeeded or no save is in flight. Collective."""
-        if self._written is None or self._checked is None:
-            return None
-        wait([self._checked, self._written])  # after an error, the check may still read the copy
-        error = self._written.exception()
-        self._written = None
+        written, self._written = self._written, None
+        error = None if written is None else written.exception()
         return None if error is None else describe(error)
 
     def close(self) -> None:
@@ -135,6 +129,7 @@ class Writer:
                     everything = {name: facts for of_rank in gathered for name, facts in sorted(of_rank.items())}
                     self._directory.publish(save.written, save.final, {**save.facts, "files": everything})
         except Exception:
+            wait([checked])  # it may still read the state
             if distributed.is_main():  # every rank has stopped writing, because the ranks agree on errors
                 shutil.rmtree(save.written, ignore_errors=True)
             raise
