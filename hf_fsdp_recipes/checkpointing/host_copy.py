@@ -116,8 +116,7 @@ class HostCopy:
         if not error:
             self._pinned.add(address)
             return
-        message = "host memory cannot be pinned (CUDA error %d), so saves take longer to copy"
-        logger.warning(message, error)
+        logger.warning("host memory cannot be pinned (CUDA error %d), so saves copy more slowly", error)
         self._can_pin = False
         # CUDA raises the error again in the next kernel, whatever that computes.
         with contextlib.suppress(RuntimeError):

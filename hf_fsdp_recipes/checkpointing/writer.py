@@ -50,8 +50,8 @@ class Writer:
     def __init__(self, directory: RunDirectory, group: dist.ProcessGroup) -> None:
         self._directory = directory
         self._group = group
-        nodes = distributed.gather(socket.gethostname(), group)
-        self._host_copy = HostCopy(num_ranks_on_node=nodes.count(socket.gethostname()))
+        node = socket.gethostname()
+        self._host_copy = HostCopy(num_ranks_on_node=distributed.gather(node, group).count(node))
         self._threads = ThreadPoolExecutor(2, "checkpoint-writing")  # one writes, one checks
         self._written: Future[None] | None = None
 
@@ -92,8 +92,7 @@ class Writer:
         obstacles = distributed.gather(obstacle, self._group)
         first = next(filter(None, obstacles), None)
         if first is not None and distributed.is_main():
-            message = "the state cannot be copied, so training waits while this save is written: %s"
-            logger.warning(message, first)
+            logger.warning("the state cannot be copied, so training waits while this save is written: %s", first)
         return first is not None
 
     @property

@@ -148,6 +148,12 @@ def test_plan_says_what_takes_the_memory(model):
     assert sum(sizes) == pytest.approx(float(re.search(r"([\d.]+) GB  in total", result.output)[1]), abs=0.05)
 
 
+def test_plan_says_that_it_does_not_know_ligers_kernels(model):
+    arguments = ["--accelerate_config", "full_shard", "--model_name_or_path", model, "--max_length", "64"]
+    assert "does not know Liger's kernels" in run(*arguments, "--use_liger_kernel", "true").output
+    assert "Liger" not in run(*arguments).output
+
+
 def test_run_that_does_not_fit_is_told_what_saves_memory(model):
     result = run("--accelerate_config", "full_shard", "--model_name_or_path", model, "--gpu_memory", "1GB")
     assert result.exit_code == 1

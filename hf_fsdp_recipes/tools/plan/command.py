@@ -83,4 +83,6 @@ def describe(job: "Job", memory: "StepMemory", gpu_tflops: float) -> list[str]:
     if memory.flops and not job.on_cpu:
         seconds = memory.flops / (MFU * gpu_tflops * 1e12)
         lines.append(f"{seconds:9.2g} s   for a step, if GPUs reach {MFU:.0%} of {gpu_tflops:g} TFLOP/s (assumed)")
+    if training.use_liger_kernel:
+        lines.append("The plan does not know Liger's kernels, with which a rank needs less.")
     return lines
