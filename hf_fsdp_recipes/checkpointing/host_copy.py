@@ -135,7 +135,7 @@ class Originals:
         local_parts: this rank's rows of these tensors.
         layout: what tensors must have in common to be copied to the same memory.
         num_bytes: of this rank's rows.
-        is_on_accelerator: whether the state, or the model whose state was offloaded, is on one.
+        is_on_accelerator: whether a part of the state is on one.
     """
 
     @torch.no_grad()  # which makes `to_local` fast
@@ -151,10 +151,7 @@ class Originals:
                 self.local_parts[path] = local_part(tensor)
                 self.layout[path] = describe_form(tensor)
         self.num_bytes = sum(local.nbytes for local in self.local_parts.values())
-        device_types = {local.device.type for local in self.local_parts.values()}
-        meshes = [tensor.device_mesh for tensor in self.tensors.values() if isinstance(tensor, DTensor)]
-        device_types |= {mesh.device_type for mesh in meshes}
-        self.is_on_accelerator = not device_types <= {"cpu"}
+        self.is_on_accelerator = any(local.device.type != "cpu" for local in self.local_parts.values())
 
     def synchronize(self) -> None:
         """Wait for the accelerator, if the state is on one."""

@@ -61,8 +61,7 @@ class Writer:
         With `asynchronous`, the ranks copy the state to host memory, and the copy is written in the
         background. Otherwise, or if a rank cannot copy its state, all ranks wait until it is written.
         """
-        has_failed = any(distributed.gather(save.error is not None, self._group))
-        is_copied = asynchronous and not has_failed and self._copy(save)
+        is_copied = asynchronous and self._copy(save)
         checked = self._threads.submit(check_finite, save.parts)
         self._written = self._threads.submit(self._write, save, checked)
         if not is_copied:
@@ -70,17 +69,18 @@ class Writer:
 
     def _copy(self, save: Save) -> bool:
         """Put a copy of its state into a save. Return whether all ranks have done so. Collective."""
-        obstacle = None
         try:
+            if save.error is not None:
+                raise save.error  # there is nothing to copy; `_write` raises it on all ranks
             originals = Originals(save.parts)
             obstacle = self._host_copy.find_obstacle(originals)
-        except Exception as error:  # the state itself can still be written
+        except Exception as error:
             obstacle = describe(error)
         if self._is_refused(obstacle):
             return False
         try:
             save.parts = self._host_copy.take(originals)
-        except Exception as error:
+        except Exception as error:  # the state itself can still be written
             obstacle = describe(error)
         if self._is_refused(obstacle):
             self._host_copy.close()
@@ -89,11 +89,14 @@ class Writer:
 
     def _is_refused(self, obstacle: str | None) -> bool:
         """Return whether any rank has an obstacle, and name the first one. Collective."""
-        obstacles = distributed.gather(obstacle, self._group)
-        first = next(filter(None, obstacles), None)
-        if first is not None and distributed.is_main():
-            logger.warning("the state cannot be copied, so training waits while this save is written: %s", first)
-        return first is not None
+        is_refused = torch.tensor([obstacle is not None], dtype=torch.int32)
+        dist.all_reduce(is_refused, dist.ReduceOp.MAX, self._group)  # with many ranks, faster than `gather`
+        if not is_refused:
+            return False
+        first = next(filter(None, distributed.gather(obstacle, self._group)))
+        if distributed.is_main():
+            logger.warning("training waits while this save is written, without a copy: %s", first)
+        return True
 
     @property
     def has_failed(self) -> bool:
