@@ -4,6 +4,7 @@ Only one save is in flight at a time. The ranks agree on its outcome: either all
 """
 
 import logging
+import os
 import shutil
 import socket
 from collections.abc import Mapping
@@ -51,7 +52,10 @@ class Writer:
         self._directory = directory
         self._group = group
         node = socket.gethostname()
-        self._host_copy = HostCopy(num_ranks_on_node=distributed.gather(node, group).count(node))
+        num_ranks_of_that_name = distributed.gather(node, group).count(node)
+        # Some launchers do not set the variable, and containers may share a name.
+        num_ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks_of_that_name))
+        self._host_copy = HostCopy(num_ranks_on_node)
         self._threads = ThreadPoolExecutor(2, "checkpoint-writing")  # one writes, one checks
         self._written: Future[None] | None = None
 
@@ -90,7 +94,7 @@ class Writer:
     def _is_refused(self, obstacle: str | None) -> bool:
         """Return whether any rank has an obstacle, and name the first one. Collective."""
         is_refused = torch.tensor([obstacle is not None], dtype=torch.int32)
-        dist.all_reduce(is_refused, dist.ReduceOp.MAX, self._group)  # with many ranks, faster than `gather`
+        dist.all_reduce(is_refused, dist.ReduceOp.MAX, self._group)  # one operation; `gather` takes two
         if not is_refused:
             return False
         first = next(filter(None, distributed.gather(obstacle, self._group)))
