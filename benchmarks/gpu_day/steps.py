@@ -142,9 +142,8 @@ def train(day: Day, model: str, name: str, settings: Mapping[str, Any], script: 
 class SaveWatch(TrainerCallback):
     """Asks for two saves, times the steps around them, and then kills this process."""
 
-    def __init__(self, day: Day, output: Path, spans: dict[str, list[float]], facts: Figures) -> None:
-        self._first_save_step = 4 if day.is_small else 20
-        self._steps_between = 3 if day.is_small else 15
+    def __init__(self, output: Path, num_steps: int, spans: dict[str, list[float]], facts: Figures) -> None:
+        self._num_steps = num_steps
         self._output = output
         self._spans = spans
         self._facts = facts
@@ -163,19 +162,19 @@ class SaveWatch(TrainerCallback):
         self._mark = now
         step = state.global_step
         manifest = self._output / f"checkpoint-{self._saved_step}" / "manifest.json"
-        if step == self._first_save_step:
+        if step == self._num_steps:
             self._begin("first save", step)
             self._saved_step = step
             control.should_save = True
         elif self._phase == "first save" and manifest.exists():
             self._begin("between", step)
-        elif self._phase == "between" and step >= self._phase_began + self._steps_between:
+        elif self._phase == "between" and step >= self._phase_began + self._num_steps:
             self._begin("second save", step)
             self._saved_step = step
             control.should_save = True
         elif self._phase == "second save" and manifest.exists():
             self._begin("after", step)
-        elif self._phase == "after" and step >= self._phase_began + 6:
+        elif self._phase == "after" and step >= self._phase_began + self._num_steps:
             report(self._figures())
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -196,8 +195,8 @@ class SaveWatch(TrainerCallback):
         return found | self._spans | self._facts | {"last save at step": self._saved_step}
 
 
-def save(day: Day) -> Figures:
-    """Save twice in full fine-tuning of 1B, and time the steps around it. Ends with a kill."""
+def save(day: Day, model: str, name: str, settings: Mapping[str, Any], num_steps: int) -> Figures:
+    """Save twice, and time the steps around it: `num_steps` before, between and after. Ends with a kill."""
     spans: dict[str, list[float]] = {}
     facts: Figures = {"copied GB": [], "pinned": []}
 
@@ -217,9 +216,9 @@ def save(day: Day) -> Figures:
     time_calls(ShardedCheckpointCallback, "save", "training stands still s")
     time_calls(HostCopy, "take", "of these, copying s")
     time_calls(Writer, "_write", "writing in the background s")
-    watch = SaveWatch(day, day.output("save"), spans, facts)
-    settings = FULL | {"max_steps": 590, "save_total_limit": 1, "packing_strategy": "wrapped"}
-    run_script(day.arguments("1b", "save", settings), [watch])
+    watch = SaveWatch(day.output(name), 4 if day.is_small else num_steps, spans, facts)
+    run_settings = {"max_steps": 590, "save_total_limit": 1, "packing_strategy": "wrapped"}
+    run_script(day.arguments(model, name, {**settings, **run_settings}), [watch])
     return {"error": "the run ended before the second save", **spans, **facts}
 
 
@@ -299,7 +298,7 @@ def train_exactly(day: Day, run: str, is_killed: bool) -> Figures:
         "resume_from_checkpoint": "auto",
     }
     if distributed.world_size() > 1:
-        settings |= {"ddp_backend": "gloo", "export": False}  # an export sends, too
+        settings |= {"ddp_backend": "gloo"}
     run_script(day.arguments("190m", run, settings), [Killer()])
     entries = [entry for entry in read_metrics(output / "metrics.jsonl") if "loss" in entry]
     steps = {entry["step"]: [entry["loss"], entry["grad_norm"]] for entry in entries}
