@@ -37,7 +37,9 @@ def main() -> None:
     for num_ranks in options.ranks:
         with tempfile.TemporaryDirectory(prefix="bench-export-") as scratch:
             lines += measure_ranks(options.parameters, num_ranks, Path(scratch), options.repeats)
-    lines.append(f"`python -m benchmarks.export`, median of {options.repeats}, fsync included; {machine()}")
+    lines.append(
+        f"`python -m benchmarks.export`, median of {options.repeats}, fsync included; {machine()}"
+    )
     print("\n".join(lines))
     if not options.print and options.ranks == [2]:
         write_section("Exporting", lines)
@@ -46,7 +48,9 @@ def main() -> None:
 def measure_ranks(num_parameters: float, num_ranks: int, scratch: Path, repeats: int) -> list[str]:
     ranks = run_ranks(measure, num_ranks, num_parameters, scratch, repeats, timeout_seconds=1800)
     (offline,) = run_ranks(measure_offline, 1, scratch, repeats, timeout_seconds=1800)
-    num_bytes = sum(file.stat().st_size for file in (scratch / "export_model").glob("*.safetensors"))
+    num_bytes = sum(
+        file.stat().st_size for file in (scratch / "export_model").glob("*.safetensors")
+    )
     disk = statistics.median(write_with_dd(scratch / "dd", num_bytes) for _ in range(repeats))
     lines = [
         f"{num_parameters / 1e9:g}B bf16 parameters, {num_bytes / 1e6:,.0f} MB. {num_ranks} ranks, then one process.",
@@ -60,7 +64,9 @@ def measure_ranks(num_parameters: float, num_ranks: int, scratch: Path, repeats:
             spent = max(result[way][0] for result in results)
             first, *others = (result[way][1] / 1e6 for result in results)
             extra = f"{first:,.0f}" + (f" / {max(others):,.0f}" if others else "")
-            lines.append(f"| {way} | {spent:.1f} | {base / spent:.1f} | {spent / disk:.2f} | {extra} |")
+            lines.append(
+                f"| {way} | {spent:.1f} | {base / spent:.1f} | {spent / disk:.2f} | {extra} |"
+            )
     return [*lines, f"| `dd` of the same size with fsync | {disk:.1f} | | 1 | |", ""]
 
 
@@ -82,7 +88,9 @@ def measure(num_parameters: float, scratch: Path, repeats: int) -> dict[str, tup
         "DCP HuggingFaceStorageWriter with consolidation": functools.partial(save_with_dcp, model),
         "export_model": functools.partial(export_model, model),
     }
-    dcp.save({"model": model.state_dict()}, storage_writer=dcp.FileSystemWriter(scratch / "sharded"))
+    dcp.save(
+        {"model": model.state_dict()}, storage_writer=dcp.FileSystemWriter(scratch / "sharded")
+    )
     return measure_ways(ways, scratch, repeats)
 
 
@@ -95,12 +103,16 @@ def measure_offline(scratch: Path, repeats: int) -> dict[str, tuple[float, ...]]
     sharded = scratch / "sharded"
     ways: dict[str, Callable[..., Any]] = {
         "`accelerate merge-weights`": lambda target: merge_fsdp_weights(str(sharded), str(target)),
-        "export_checkpoint": functools.partial(export_checkpoint, sharded, base_model=scratch / "export_model"),
+        "export_checkpoint": functools.partial(
+            export_checkpoint, sharded, base_model=scratch / "export_model"
+        ),
     }
     return measure_ways(ways, scratch, repeats)
 
 
-def measure_ways(ways: dict[str, Callable[..., Any]], scratch: Path, repeats: int) -> dict[str, tuple[float, ...]]:
+def measure_ways(
+    ways: dict[str, Callable[..., Any]], scratch: Path, repeats: int
+) -> dict[str, tuple[float, ...]]:
     """Run the methods in turn, `repeats` times and once before; return median seconds and extra bytes. Every rank runs this."""
     from hf_fsdp_recipes import distributed
 
@@ -110,7 +122,9 @@ def measure_ways(ways: dict[str, Callable[..., Any]], scratch: Path, repeats: in
             target = scratch / way
             distributed.run_on_main(functools.partial(shutil.rmtree, target, ignore_errors=True))
             distributed.run_on_main(os.sync)
-            ctypes.CDLL(None).malloc_trim(0)  # or else a method would reuse the memory that another one has left behind
+            ctypes.CDLL(None).malloc_trim(
+                0
+            )  # or else a method would reuse the memory that another one has left behind
             with PeakMemory() as memory:
                 write(target)
                 for file in target.glob("*.safetensors") if distributed.is_main() else ():
@@ -118,17 +132,24 @@ def measure_ways(ways: dict[str, Callable[..., Any]], scratch: Path, repeats: in
             if number:
                 runs[way].append((memory.seconds, memory.growth_bytes))
     distributed.run_on_main(lambda: check_equal([scratch / way for way in ways]))
-    return {way: tuple(map(statistics.median, zip(*found, strict=True))) for way, found in runs.items()}
+    return {
+        way: tuple(map(statistics.median, zip(*found, strict=True))) for way, found in runs.items()
+    }
 
 
 def save_full(model: Any, target: Path) -> None:
     from safetensors.torch import save_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if state:  # rank 0
         target.mkdir()
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, target / "model.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in state.items()},
+            target / "model.safetensors",
+        )
 
 
 def save_with_dcp(model: Any, target: Path) -> None:
@@ -143,9 +164,16 @@ def check_equal(directories: list[Path]) -> None:
     import torch
     from safetensors.torch import load_file
 
-    first, *others = ({k: v for f in d.glob("*.safetensors") for k, v in load_file(f).items()} for d in directories)
+    first, *others = (
+        {k: v for f in d.glob("*.safetensors") for k, v in load_file(f).items()}
+        for d in directories
+    )
     for directory, found in zip(directories[1:], others, strict=True):
-        different = [name for name in first.keys() | found.keys() if not torch.equal(first[name], found[name])]
+        different = [
+            name
+            for name in first.keys() | found.keys()
+            if not torch.equal(first[name], found[name])
+        ]
         if different:
             raise RuntimeError(f"{different[0]} of {directory} differs from {directories[0]}")
 
@@ -153,7 +181,13 @@ def check_equal(directories: list[Path]) -> None:
 def write_with_dd(target: Path, num_bytes: int) -> float:
     os.sync()
     started = time.perf_counter()
-    arguments = [f"of={target}", "bs=1M", f"count={num_bytes // 2**20}", "conv=fsync", "status=none"]
+    arguments = [
+        f"of={target}",
+        "bs=1M",
+        f"count={num_bytes // 2**20}",
+        "conv=fsync",
+        "status=none",
+    ]
     subprocess.run(["dd", "if=/dev/zero", *arguments], check=True)
     return time.perf_counter() - started
 

@@ -33,7 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=float, default=1.1e9)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=(FP32, BF16, COLD, NF4), action="append", help="only prints the table")
+    parser.add_argument(
+        "--only", choices=(FP32, BF16, COLD, NF4), action="append", help="only prints the table"
+    )
     options = parser.parse_args()
     measured = options.only or (FP32, BF16, COLD, NF4)
     with tempfile.TemporaryDirectory(prefix="bench-load-") as scratch:
@@ -44,7 +46,9 @@ def main() -> None:
         write_section("Loading", lines)
 
 
-def measure_loaders(num_parameters: float, checkpoint: Path, repeats: int, measured: tuple[str, ...]) -> list[str]:
+def measure_loaders(
+    num_parameters: float, checkpoint: Path, repeats: int, measured: tuple[str, ...]
+) -> list[str]:
     (num_bytes,) = run_ranks(make_checkpoint, 1, checkpoint, num_parameters, timeout_seconds=600)
     num_files = len(list(checkpoint.glob("*.safetensors")))
     lines = [
@@ -59,10 +63,15 @@ def measure_loaders(num_parameters: float, checkpoint: Path, repeats: int, measu
         runs: dict[str, list[list[dict]]] = {way: [] for way in kinds}
         # The extra first round does not count: after other work, a virtual machine first has to get memory from its host.
         for number in range(1 + repeats):
-            for way, kind in kinds.items():  # loaders alternate, so that a slow minute affects all of them
+            for (
+                way,
+                kind,
+            ) in kinds.items():  # loaders alternate, so that a slow minute affects all of them
                 if precision == COLD:
                     forget(checkpoint)
-                found = run_ranks(load, 2, kind, precision, str(checkpoint), num_parameters, timeout_seconds=600)
+                found = run_ranks(
+                    load, 2, kind, precision, str(checkpoint), num_parameters, timeout_seconds=600
+                )
                 if number:
                     runs[way].append(found)
         base = seconds(runs[next(iter(runs))])
@@ -94,8 +103,12 @@ def row(way: str, precision: str, runs: list[list[dict]], base: float) -> str:
 
 def load(kind: str, precision: str, checkpoint: str, num_parameters: float) -> dict:
     """Load with one loader; return seconds, peak bytes above the initial level, and the shard's bytes. Every rank runs this."""
-    os.environ.update(ACCELERATE_USE_CPU="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
-    os.environ.update(FSDP_CPU_RAM_EFFICIENT_LOADING=str(kind == "stock"), ACCELERATE_USE_FSDP=str(kind != "dcp"))
+    os.environ.update(
+        ACCELERATE_USE_CPU="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP"
+    )
+    os.environ.update(
+        FSDP_CPU_RAM_EFFICIENT_LOADING=str(kind == "stock"), ACCELERATE_USE_FSDP=str(kind != "dcp")
+    )
     import peft  # noqa: F401 - imported before the measurement: takes a second with bitsandbytes
     import torch
     import torch.distributed as dist
@@ -109,7 +122,10 @@ def load(kind: str, precision: str, checkpoint: str, num_parameters: float) -> d
         import bitsandbytes.nn  # noqa: F401 - as above
 
         kinds = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        dtypes = {"bnb_4bit_compute_dtype": torch.bfloat16, "bnb_4bit_quant_storage": torch.bfloat16}
+        dtypes = {
+            "bnb_4bit_compute_dtype": torch.bfloat16,
+            "bnb_4bit_quant_storage": torch.bfloat16,
+        }
         options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **kinds, **dtypes)
     conversion_mapping._checkpoint_conversion_mapping_cache = None  # the fork server has built it
     accelerator = None
@@ -125,13 +141,19 @@ def load(kind: str, precision: str, checkpoint: str, num_parameters: float) -> d
         if kind == "dcp":
             model = load_with_dcp(checkpoint, num_parameters)
         elif kind == "stock":
-            model = prepare(accelerator, AutoModelForCausalLM.from_pretrained(checkpoint, **options))
+            model = prepare(
+                accelerator, AutoModelForCausalLM.from_pretrained(checkpoint, **options)
+            )
         else:
-            model = prepare(accelerator, load_model(checkpoint, source=cast("Any", kind), **options))
+            model = prepare(
+                accelerator, load_model(checkpoint, source=cast("Any", kind), **options)
+            )
         shards = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
         for shard in shards:
             touched = shard.detach().reshape(-1)[::512]
-            touched.copy_(touched.clone())  # training writes too, and a write makes mapped pages private
+            touched.copy_(
+                touched.clone()
+            )  # training writes too, and a write makes mapped pages private
         dist.barrier()
     shard_bytes = sum(shard.numel() * shard.dtype.itemsize for shard in shards)
     return {"seconds": memory.seconds, "peak": memory.growth_bytes, "shard": shard_bytes}

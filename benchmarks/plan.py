@@ -25,7 +25,12 @@ SIZES = {  # of all models; a vocabulary below 32768 would leave part of TRL's t
     "vocab_size": 32768, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 4, "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20, "num_attention_heads": 16}
+LARGE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 16,
+}
 EXPERTS = {
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 704, "num_hidden_layers": 4, "head_dim": 64,
 }  # fmt: skip
@@ -46,9 +51,17 @@ class Case:
 
 BUILT = [
     Case(
-        "Llama, 1 rank, activations kept", "llama", f"{KEEP} --max_length 256 --per_device_train_batch_size 2", ranks=1
+        "Llama, 1 rank, activations kept",
+        "llama",
+        f"{KEEP} --max_length 256 --per_device_train_batch_size 2",
+        ranks=1,
     ),
-    Case("Llama, 1 rank, eager attention", "llama", f"{KEEP} --max_length 512 --attn_implementation eager", ranks=1),
+    Case(
+        "Llama, 1 rank, eager attention",
+        "llama",
+        f"{KEEP} --max_length 512 --attn_implementation eager",
+        ranks=1,
+    ),
     Case("Llama, full_shard, activations kept", "llama", f"{KEEP} --max_length 384"),
     Case("Llama, tied embeddings", "llama", "--max_length 256", {"tie_word_embeddings": True}),
     Case("Llama, 310M", "llama", "--max_length 512", LARGE),
@@ -58,11 +71,30 @@ BUILT = [
         "llama",
         "--max_length 256 --fsdp_auto_wrap_policy SIZE_BASED_WRAP --fsdp_min_num_params 5000000",
     ),
-    Case("Llama, SGD, 2 micro-batches", "llama", "--max_length 256 --optim sgd --gradient_accumulation_steps 2"),
+    Case(
+        "Llama, SGD, 2 micro-batches",
+        "llama",
+        "--max_length 256 --optim sgd --gradient_accumulation_steps 2",
+    ),
     Case("Llama, LoRA", "llama", f"{LORA} {KEEP} --max_length 256"),
-    Case("Llama, LoRA, vocabulary of 65,536", "llama", f"{LORA} --max_length 128", {"vocab_size": 65536}),
-    Case("Qwen3, vocabulary of 65,536", "qwen3", "--max_length 256", {"vocab_size": 65536, "head_dim": 64}),
-    Case("Qwen3, padded rows", "qwen3", f"{KEEP} --max_length 384 --per_device_train_batch_size 2", {"head_dim": 64}),
+    Case(
+        "Llama, LoRA, vocabulary of 65,536",
+        "llama",
+        f"{LORA} --max_length 128",
+        {"vocab_size": 65536},
+    ),
+    Case(
+        "Qwen3, vocabulary of 65,536",
+        "qwen3",
+        "--max_length 256",
+        {"vocab_size": 65536, "head_dim": 64},
+    ),
+    Case(
+        "Qwen3, padded rows",
+        "qwen3",
+        f"{KEEP} --max_length 384 --per_device_train_batch_size 2",
+        {"head_dim": 64},
+    ),
     Case("Qwen3 MoE", "qwen3_moe", f"{KEEP} --max_length 256", EXPERTS),
     Case(
         "Qwen3 MoE, LoRA on attention",
@@ -90,8 +122,15 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     if not MALLOC.items() <= os.environ.items():  # glibc reads its settings when a process starts
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.plan", *sys.argv[1:]], os.environ | MALLOC)
-    lines = ["| run | ranks | family held out | predicted, MB | measured, MB | error |", "|---|---|---|---|---|---|"]
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "benchmarks.plan", *sys.argv[1:]],
+            os.environ | MALLOC,
+        )
+    lines = [
+        "| run | ranks | family held out | predicted, MB | measured, MB | error |",
+        "|---|---|---|---|---|---|",
+    ]
     errors: dict[bool, list[float]] = {False: [], True: []}
     for number in options.only or range(len(CASES)):
         case = CASES[number]
@@ -104,7 +143,10 @@ def main() -> None:
     for is_held_out, found in errors.items():
         if sizes_of := sorted(map(abs, found)):
             families = "held-out families" if is_held_out else "families used to build it"
-            lines += ["", f"{families}: median error {statistics.median(sizes_of):.1%}, worst {sizes_of[-1]:.1%}."]
+            lines += [
+                "",
+                f"{families}: median error {statistics.median(sizes_of):.1%}, worst {sizes_of[-1]:.1%}.",
+            ]
     text = "\n".join([*lines, "", f"`python -m benchmarks.plan`; {machine()}", ""])
     print(text)
     if options.write:
@@ -147,7 +189,9 @@ def write_model(case: Case, directory: str) -> None:
 
     AutoModelForCausalLM.from_config(make_config(case)).save_pretrained(directory)
     tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(directory)
 
 
 def train(case: Case, directory: str) -> int:
@@ -176,7 +220,11 @@ def train(case: Case, directory: str) -> int:
     PartialState(cpu=True)
     with PeakMemory() as memory:
         trainer = SFTTrainer(
-            load_model(directory, dtype="float32", attn_implementation=job.arguments.model.attn_implementation),
+            load_model(
+                directory,
+                dtype="float32",
+                attn_implementation=job.arguments.model.attn_implementation,
+            ),
             args=training,
             train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
             processing_class=tokenizer,

@@ -61,7 +61,9 @@ def make_checkpoint(
         previous = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = AutoModelForCausalLM.from_config(config or llama_config(num_parameters), dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(
+                config or llama_config(num_parameters), dtype=torch.bfloat16
+            )
         finally:
             torch.set_default_dtype(previous)
         model.save_pretrained(directory, max_shard_size=max_shard_size)

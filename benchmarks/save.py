@@ -23,24 +23,34 @@ from tests.ranks.memory import PeakMemory
 
 REPEATS = 3
 STEP_SECONDS = 4.0  # shorter than forward and backward of such a model on two cores
-STOCK, IDLE, BUSY = "Trainer's own save", "in the background, idle cores", "in the background, busy cores"
+STOCK, IDLE, BUSY = (
+    "Trainer's own save",
+    "in the background, idle cores",
+    "in the background, busy cores",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=float, default=1.1e9)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
-    parser.add_argument("--directory", default=None, help="where to write; default: a temporary directory")
+    parser.add_argument(
+        "--directory", default=None, help="where to write; default: a temporary directory"
+    )
     options = parser.parse_args()
     lines: list[str] = []
     for num_ranks in options.ranks:
         directory = Path(tempfile.mkdtemp(prefix="bench-save-", dir=options.directory))
         try:
-            results = run_ranks(measure, num_ranks, options.parameters, directory, timeout_seconds=1800)
+            results = run_ranks(
+                measure, num_ranks, options.parameters, directory, timeout_seconds=1800
+            )
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         lines += report(options.parameters, results)
-    lines.append(f"`python -m benchmarks.save`, median of {REPEATS} after one that does not count; {machine()}")
+    lines.append(
+        f"`python -m benchmarks.save`, median of {REPEATS} after one that does not count; {machine()}"
+    )
     print("\n".join(lines))
     if options.ranks == [2]:
         write_section("Saving", lines)
@@ -60,7 +70,9 @@ def measure(num_parameters: float, directory: Path) -> dict[str, float]:
     writer = Writer(run, distributed.new_group())
     found: dict[str, list[float]] = {STOCK: [], IDLE: [], BUSY: [], "standstill": []}
     extra = 0
-    for repeat in range(REPEATS + 1):  # the first round does not count: it touches memory for the first time
+    for repeat in range(
+        REPEATS + 1
+    ):  # the first round does not count: it touches memory for the first time
         dist.barrier()
         started = time.perf_counter()
         save_as_trainer(trainer, directory / "stock")
@@ -79,7 +91,10 @@ def measure(num_parameters: float, directory: Path) -> dict[str, float]:
         for key, values in found.items():
             values += [measured[key]] if repeat else []
     num_bytes = sum(3 * parameter.to_local().nbytes for parameter in trainer.model.parameters())
-    return {key: statistics.median(values) for key, values in found.items()} | {"bytes": num_bytes, "extra": extra}
+    return {key: statistics.median(values) for key, values in found.items()} | {
+        "bytes": num_bytes,
+        "extra": extra,
+    }
 
 
 def make_trainer(num_parameters: float) -> Any:
@@ -111,7 +126,9 @@ def save_as_trainer(trainer: Any, directory: Path) -> None:
 
     plugin = trainer.accelerator.state.fsdp_plugin
     save_fsdp_model(plugin, trainer.accelerator, trainer.model, str(directory), adapter_only=True)
-    save_fsdp_optimizer(plugin, trainer.accelerator, trainer.optimizer, trainer.model, str(directory))
+    save_fsdp_optimizer(
+        plugin, trainer.accelerator, trainer.optimizer, trainer.model, str(directory)
+    )
 
 
 def save_in_background(trainer: Any, run: Any, writer: Any, is_busy: bool) -> tuple[float, float]:
@@ -151,7 +168,10 @@ def compute(seconds: float) -> None:
 def report(num_parameters: float, results: list[dict[str, float]]) -> list[str]:
     found = {key: max(result[key] for result in results) for key in results[0]}
     state_bytes = sum(result["bytes"] for result in results)
-    rows = [f"| {kind} | {found[kind]:.2f} | {found[kind] / found[STOCK]:.2f} |" for kind in (STOCK, IDLE, BUSY)]
+    rows = [
+        f"| {kind} | {found[kind]:.2f} | {found[kind] / found[STOCK]:.2f} |"
+        for kind in (STOCK, IDLE, BUSY)
+    ]
     return [
         f"{num_parameters / 1e9:g}B parameters with AdamW in bf16, {state_bytes / 1e9:.1f} GB, {len(results)} ranks.",
         "",

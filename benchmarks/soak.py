@@ -52,9 +52,13 @@ class Soak:
 
     def start(self, method: str, num_ranks: int, output: Path, board: Board) -> int:
         """Start a run, or continue it; return the launcher's process id."""
-        return start_launcher(board, num_ranks, self._environment, output, SETTINGS | METHODS[method])
+        return start_launcher(
+            board, num_ranks, self._environment, output, SETTINGS | METHODS[method]
+        )
 
-    def finish(self, method: str, num_ranks: int, output: Path, board: Board) -> dict[str, Any] | None:
+    def finish(
+        self, method: str, num_ranks: int, output: Path, board: Board
+    ) -> dict[str, Any] | None:
         """Run to the end; return the result of rank 0, or None if the run fails."""
         launcher = self.start(method, num_ranks, output, board)
         if _wait({launcher}, board.wait_for_pids(num_ranks))[launcher]:
@@ -78,7 +82,9 @@ class Soak:
         """Kill a run several times, and let it end; record a violation if there is one."""
         choose = random.Random(f"{self.seed} {number}")
         method, num_ranks, place = CELLS[number % len(CELLS)]
-        directory = Path(tempfile.mkdtemp(prefix="soak-", dir="/dev/shm" if place == "memory" else self.disk))
+        directory = Path(
+            tempfile.mkdtemp(prefix="soak-", dir="/dev/shm" if place == "memory" else self.disk)
+        )
         output, latest = directory / "run", 0
         try:
             for _ in range(choose.randint(2, 6)):
@@ -91,14 +97,22 @@ class Soak:
                 raise Violation(f"the run left {left}")
             shutil.rmtree(directory)
         except Violation as violation:
-            self.report(f"case {number} ({method}, {num_ranks} ranks, {place}): {violation}; see {directory}")
+            self.report(
+                f"case {number} ({method}, {num_ranks} ranks, {place}): {violation}; see {directory}"
+            )
 
-    def _kill(self, choose: random.Random, method: str, num_ranks: int, output: Path, remaining: float) -> None:
+    def _kill(
+        self, choose: random.Random, method: str, num_ranks: int, output: Path, remaining: float
+    ) -> None:
         _, num_events, seconds = self.reference(method, num_ranks)
         kind = choose.choice(("all ranks", "one rank", "launcher", "one rank, by SIGTERM"))
         rank = choose.randrange(num_ranks)
         has_trap = choose.random() < 0.6
-        board = Board((rank, choose.randint(1, 1 + int(num_events[rank] * remaining))) if has_trap else (-1, -1))
+        board = Board(
+            (rank, choose.randint(1, 1 + int(num_events[rank] * remaining)))
+            if has_trap
+            else (-1, -1)
+        )
         deadline = time.monotonic() + (HANG_SECONDS if has_trap else choose.uniform(0.2, seconds))
         launcher = self.start(method, num_ranks, output, board)
         pids, has_ended = board.wait_for_pids(num_ranks), None
@@ -111,11 +125,15 @@ class Soak:
                 os.kill(pid, signal.SIGTERM if kind.endswith("SIGTERM") else signal.SIGKILL)
         board.state[1] = 1
         names = ["runs that ended before the kill"] if has_ended else ["kills", f"kills of {kind}"]
-        self.counts.update([*names, *(["kills while a checkpoint was written"] if is_writing else [])])
+        self.counts.update(
+            [*names, *(["kills while a checkpoint was written"] if is_writing else [])]
+        )
         _wait({launcher}, pids)
         _wait(pids, pids)  # if the launcher is dead, they are children of this process
 
-    def check_result(self, result: dict[str, Any] | None, method: str, num_ranks: int, resumed: str | None) -> None:
+    def check_result(
+        self, result: dict[str, Any] | None, method: str, num_ranks: int, resumed: str | None
+    ) -> None:
         """Raise a Violation if a run has failed, was resumed elsewhere, or has another result than the uninterrupted one."""
         if result is None:
             raise Violation("the resumed run failed")
@@ -135,7 +153,10 @@ class Soak:
         from tests.checkpointing.damage import ACCIDENTS, ATTACKS, damage, forge
 
         self.reference("full", 2)
-        choose, directory = random.Random(f"{self.seed} mutation {number}"), self.disk / f"mutation-{number}"
+        choose, directory = (
+            random.Random(f"{self.seed} mutation {number}"),
+            self.disk / f"mutation-{number}",
+        )
         shutil.copytree(self.disk / "reference-full-2" / "run", directory / "run")
         shutil.rmtree(directory / "run" / f"checkpoint-{NUM_STEPS}")
         checkpoint = directory / "run" / f"checkpoint-{NUM_STEPS - 1}"
@@ -143,7 +164,11 @@ class Soak:
         if way in ATTACKS:
             forge(way, checkpoint, directory / "canary")
         else:
-            damage(choose.choice(sorted(path for path in checkpoint.rglob("*") if path.is_file())), way, choose)
+            damage(
+                choose.choice(sorted(path for path in checkpoint.rglob("*") if path.is_file())),
+                way,
+                choose,
+            )
         outcome = "refused"
         try:
             if find_damage(checkpoint) is None:
@@ -186,7 +211,10 @@ def _wait(children: set[int], ranks: set[int]) -> dict[int, int]:
             if done:
                 statuses[pid] = os.waitstatus_to_exitcode(raw)
         if time.monotonic() > deadline:
-            for number in (signal.SIGUSR2, signal.SIGKILL):  # the first shows in the log where a rank hangs
+            for number in (
+                signal.SIGUSR2,
+                signal.SIGKILL,
+            ):  # the first shows in the log where a rank hangs
                 for pid in (children | ranks) - statuses.keys():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
@@ -197,10 +225,14 @@ def _wait(children: set[int], ranks: set[int]) -> dict[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--mutations", type=int, default=100)
-    parser.add_argument("--disk", type=Path, default=Path("runs/soak"), help="a new directory on a disk")
+    parser.add_argument(
+        "--disk", type=Path, default=Path("runs/soak"), help="a new directory on a disk"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     disk = options.disk.resolve()
@@ -211,10 +243,17 @@ def main() -> None:
         if soak.counts["kills"] >= options.kills:
             break
         soak.run_case(number)
-        print(f"{dict(soak.counts)}, {len(soak.violations)} violations, {time.monotonic() - started:.0f} s", flush=True)
+        print(
+            f"{dict(soak.counts)}, {len(soak.violations)} violations, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
     for number in range(options.mutations):
         soak.mutate(number)
-    summary = {**dict(sorted(soak.counts.items())), "seconds": round(time.monotonic() - started), "seed": options.seed}
+    summary = {
+        **dict(sorted(soak.counts.items())),
+        "seconds": round(time.monotonic() - started),
+        "seed": options.seed,
+    }
     summary["violations"] = soak.violations
     (disk / "soak.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps(summary, indent=1))

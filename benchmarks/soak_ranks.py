@@ -29,8 +29,13 @@ class Board:
 
     def __init__(self, trap: tuple[int, int] = (-1, -1)) -> None:
         self.pids: Any = RawArray("i", MAX_RANKS)
-        self.num_events: Any = RawArray("i", MAX_RANKS)  # the file operations that each rank has reached
-        self.trap, self.state = trap, RawArray("i", 2)  # whether a rank waits at the trap; whether it may go on
+        self.num_events: Any = RawArray(
+            "i", MAX_RANKS
+        )  # the file operations that each rank has reached
+        self.trap, self.state = (
+            trap,
+            RawArray("i", 2),
+        )  # whether a rank waits at the trap; whether it may go on
 
     def wait_for_pids(self, num_ranks: int) -> set[int]:
         """Return the process ids of the ranks when all are forked."""
@@ -47,7 +52,11 @@ def prepare() -> None:
 
 
 def start_launcher(
-    board: Board, num_ranks: int, variables: Mapping[str, str], output: Path, options: dict[str, Any]
+    board: Board,
+    num_ranks: int,
+    variables: Mapping[str, str],
+    output: Path,
+    options: dict[str, Any],
 ) -> int:
     """Fork a process that forks the ranks and waits for them; return its process id.
 
@@ -65,8 +74,16 @@ def start_launcher(
         descriptor = os.open(output.parent / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        os.environ |= {**variables, "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        os.environ |= {
+            **variables,
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+        }
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+        }
         for rank in range(num_ranks):
             pid = os.fork()
             if pid == 0:

@@ -35,8 +35,17 @@ Seconds = tuple[float, float]  # of the wall clock, and of a rank's CPU time
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"parameters": 3e7, "steps": 24, "rounds": 6, "template": "cpu", "num_processes": 2, "rows": 2}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    defaults = {
+        "parameters": 3e7,
+        "steps": 24,
+        "rounds": 6,
+        "template": "cpu",
+        "num_processes": 2,
+        "rows": 2,
+    }
     for name, default in (defaults | {"optim": "adamw_torch_fused"}).items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
@@ -48,7 +57,13 @@ def main() -> None:
         write_model_and_rows(options, Path(directory))
         command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
         command += ["--config_file", str(ROOT / "accelerate_configs" / f"{options.template}.yaml")]
-        command += ["--num_processes", str(options.num_processes), "--module", "benchmarks.step", *sys.argv[1:]]
+        command += [
+            "--num_processes",
+            str(options.num_processes),
+            "--module",
+            "benchmarks.step",
+            *sys.argv[1:],
+        ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         if options.template == "cpu":
             environment["ACCELERATE_USE_CPU"] = "true"
@@ -67,7 +82,9 @@ def write_model_and_rows(options: argparse.Namespace, directory: Path) -> None:
     vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", *words])}
     words_only = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     words_only.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_only, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words_only, pad_token="<pad>", eos_token="<eos>"
+    )
     tokenizer.save_pretrained(directory / "model")
     rows = [{"text": " ".join(random.choices(words, k=300))} for _ in range(8 * options.steps)]
     (directory / "rows").mkdir()
@@ -90,7 +107,10 @@ class Stopwatch(TrainerCallback):
 
     def times(self) -> list[Seconds]:
         """Return the seconds of each step on the slowest rank. Collective."""
-        own = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(self.marks)]
+        own = [
+            (after[0] - before[0], after[1] - before[1])
+            for before, after in itertools.pairwise(self.marks)
+        ]
         steps = zip(*distributed.gather(own), strict=True)
         return [(max(wall for wall, _ in ranks), max(cpu for _, cpu in ranks)) for ranks in steps]
 
@@ -110,15 +130,21 @@ def run_rank(options: argparse.Namespace) -> None:
         for script in SCRIPTS if number % 2 == 0 else reversed(SCRIPTS):
             stopwatch = Stopwatch()
             trainer.DEFAULT_CALLBACKS.append(stopwatch)
-            arguments = script_arguments(options, options.directory / f"run-{number}-{SCRIPTS.index(script)}")
+            arguments = script_arguments(
+                options, options.directory / f"run-{number}-{SCRIPTS.index(script)}"
+            )
             if script == "trl sft":
                 trl_sft.main(*trl_sft.make_parser().parse_args_and_config(arguments))
             else:
                 recipe["main"](parse_arguments([*arguments, "--export", "false"]))
             trainer.DEFAULT_CALLBACKS.remove(stopwatch)
             found[script].append(stopwatch.times())
-            wall, cpu = (statistics.median(step[clock] for step in found[script][-1]) for clock in (0, 1))
-            distributed.print_main(f"round {number}, {script}: {wall:.3f} s a step, {cpu:.3f} s of CPU time")
+            wall, cpu = (
+                statistics.median(step[clock] for step in found[script][-1]) for clock in (0, 1)
+            )
+            distributed.print_main(
+                f"round {number}, {script}: {wall:.3f} s a step, {cpu:.3f} s of CPU time"
+            )
             losses[script] = stopwatch.losses
     if distributed.is_main():
         report(options, found, losses["trl sft"] == losses["recipes/sft.py"])
@@ -137,7 +163,9 @@ def script_arguments(options: argparse.Namespace, output: Path) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-def report(options: argparse.Namespace, found: dict[str, list[list[Seconds]]], are_losses_equal: bool) -> None:
+def report(
+    options: argparse.Namespace, found: dict[str, list[list[Seconds]]], are_losses_equal: bool
+) -> None:
     """Print the table, and rewrite the section of docs/measured.md."""
     lines = [
         f"{options.parameters / 1e6:.0f}M parameters, all trained, template {options.template} on {options.num_processes} "
@@ -148,7 +176,10 @@ def report(options: argparse.Namespace, found: dict[str, list[list[Seconds]]], a
         "|---|---|---|---|---|",
     ]
     for clock, name in enumerate(("wall-clock time", "CPU time of a rank")):
-        medians = [[statistics.median(step[clock] for step in run) for run in found[script]] for script in SCRIPTS]
+        medians = [
+            [statistics.median(step[clock] for step in run) for run in found[script]]
+            for script in SCRIPTS
+        ]
         plain, ours = map(statistics.median, medians)
         ratios = sorted(b / a for a, b in zip(*medians, strict=True))
         ratio = f"{statistics.median(ratios):.3f} | {ratios[0]:.3f} to {ratios[-1]:.3f}"

@@ -15,7 +15,11 @@ import hf_fsdp_recipes
 
 ROOT = Path(__file__).resolve().parent.parent
 # File in the repository: page of the site.
-PAGES = {"README.md": "index.md", "docs/README.md": "pages.md", "recipes/README.md": "recipes/README.md"}
+PAGES = {
+    "README.md": "index.md",
+    "docs/README.md": "pages.md",
+    "recipes/README.md": "recipes/README.md",
+}
 LINK = re.compile(r"(\]\(|src=\"|srcset=\"|href=\")(?![a-z]+:|#|/)([^)\"\s#]+)")
 
 
@@ -59,14 +63,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     names = "\n\n".join(
-        f"::: hf_fsdp_recipes.{hf_fsdp_recipes._MODULES[name]}.{name}" for name in hf_fsdp_recipes.__all__
+        f"::: hf_fsdp_recipes.{hf_fsdp_recipes._MODULES[name]}.{name}"
+        for name in hf_fsdp_recipes.__all__
     )
     files.append(File.generated(config, "api.md", content=f"# Python interface\n\n{names}\n"))
     outside = set()
     for file in files.documentation_pages():
         outside |= rewrite_links(file.content_string, file.src_uri)[1]
     for source in sorted(outside):
-        files.append(File.generated(config, place_in_site(source), content=(ROOT / source).read_bytes()))
+        files.append(
+            File.generated(config, place_in_site(source), content=(ROOT / source).read_bytes())
+        )
     return files
 
 

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from datasets import load_dataset
-from transformers import AutoTokenizer, HfArgumentParser, Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers import (
+    AutoTokenizer,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
 
 from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint, load_model
 
@@ -32,7 +39,10 @@ class ScriptArguments:
 def group_texts(rows: dict[str, list[list[int]]], block_size: int) -> dict[str, list[list[int]]]:
     """Join the tokenized texts and cut them into blocks. Drop the incomplete last block of each batch of rows."""
     tokens = list(chain.from_iterable(rows["input_ids"]))
-    blocks = [tokens[start : start + block_size] for start in range(0, len(tokens) - block_size + 1, block_size)]
+    blocks = [
+        tokens[start : start + block_size]
+        for start in range(0, len(tokens) - block_size + 1, block_size)
+    ]
     return {"input_ids": blocks, "labels": blocks}
 
 
@@ -46,11 +56,24 @@ def main() -> None:
     model = load_model(script.model_name_or_path, dtype=script.dtype)  # instead of from_pretrained
 
     files = {"train": script.train_file, "validation": script.validation_file}
-    with arguments.main_process_first(desc="tokenize"):  # rank 0 tokenizes, and the other ranks read its cache
-        rows = load_dataset("json", data_files={split: file for split, file in files.items() if file})
-        rows = rows.map(lambda row: tokenizer(row["text"]), batched=True, remove_columns=rows["train"].column_names)
+    with arguments.main_process_first(
+        desc="tokenize"
+    ):  # rank 0 tokenizes, and the other ranks read its cache
+        rows = load_dataset(
+            "json", data_files={split: file for split, file in files.items() if file}
+        )
+        rows = rows.map(
+            lambda row: tokenizer(row["text"]),
+            batched=True,
+            remove_columns=rows["train"].column_names,
+        )
         block_size = {"block_size": script.block_size}
-        rows = rows.map(group_texts, batched=True, remove_columns=rows["train"].column_names, fn_kwargs=block_size)
+        rows = rows.map(
+            group_texts,
+            batched=True,
+            remove_columns=rows["train"].column_names,
+            fn_kwargs=block_size,
+        )
 
     trainer = Trainer(
         model=model,

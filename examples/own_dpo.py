@@ -28,8 +28,14 @@ def main() -> None:
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--save_steps", type=int, default=100)
-    parser.add_argument("--full", action="store_true", help="train all weights, next to a sharded reference model")
-    parser.add_argument("--resume_from_checkpoint", choices=["auto"], help="for launch.slurm; every run resumes anyway")
+    parser.add_argument(
+        "--full", action="store_true", help="train all weights, next to a sharded reference model"
+    )
+    parser.add_argument(
+        "--resume_from_checkpoint",
+        choices=["auto"],
+        help="for launch.slurm; every run resumes anyway",
+    )
     options = parser.parse_args()
 
     # With LoRA, the base model is frozen, so bfloat16 is enough. Weights that are trained need float32.
@@ -44,8 +50,13 @@ def main() -> None:
         logging_steps=1,
         report_to="none",
     )
-    lora, reference = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"), None
-    if options.full:  # TRL would load the full reference on each rank, but takes a sharded reference as it is
+    lora, reference = (
+        LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        None,
+    )
+    if (
+        options.full
+    ):  # TRL would load the full reference on each rank, but takes a sharded reference as it is
         lora, frozen = None, load_model(options.model, dtype="bfloat16").requires_grad_(False)
         reference = accelerate.accelerator.fsdp2_prepare_model(accelerate.Accelerator(), frozen)
     trainer = DPOTrainer(
@@ -55,9 +66,13 @@ def main() -> None:
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
         processing_class=AutoTokenizer.from_pretrained(options.model),
         peft_config=lora,
-        callbacks=[ShardedCheckpointCallback(export_dir=f"{options.output_dir}/export", merge_adapter=True)],
+        callbacks=[
+            ShardedCheckpointCallback(export_dir=f"{options.output_dir}/export", merge_adapter=True)
+        ],
     )
-    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None starts from step 0
+    trainer.train(
+        resume_from_checkpoint=latest_checkpoint(options.output_dir)
+    )  # None starts from step 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,11 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from datasets import load_dataset
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, DataCollatorForLanguageModeling, get_linear_schedule_with_warmup
+from transformers import (
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    get_linear_schedule_with_warmup,
+)
 
 from hf_fsdp_recipes import export_model, load_model
 
@@ -38,22 +42,37 @@ def main() -> None:
     parser.add_argument("--output_dir", required=True, type=Path)
     parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--save_steps", type=int, default=100)
-    parser.add_argument("--resume_from_checkpoint", choices=["auto"], help="for launch.slurm; every run resumes anyway")
+    parser.add_argument(
+        "--resume_from_checkpoint",
+        choices=["auto"],
+        help="for launch.slurm; every run resumes anyway",
+    )
     options = parser.parse_args()
     set_seed(0)
-    model = load_model(options.model, dtype="float32")  # before the Accelerator: load_model turns on FSDP on CPUs
+    model = load_model(
+        options.model, dtype="float32"
+    )  # before the Accelerator: load_model turns on FSDP on CPUs
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     with accelerator.main_process_first():  # rank 0 tokenizes, and the other ranks read its cache
         rows = load_dataset("json", data_files=options.data, split="train")
-        rows = rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=1024), remove_columns=["text"])
+        rows = rows.map(
+            lambda row: tokenizer(row["text"], truncation=True, max_length=1024),
+            remove_columns=["text"],
+        )
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     order = torch.Generator().manual_seed(0)
-    batches = DataLoader(rows, batch_size=4, shuffle=True, generator=order, collate_fn=collator, drop_last=True)
+    batches = DataLoader(
+        rows, batch_size=4, shuffle=True, generator=order, collate_fn=collator, drop_last=True
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    scheduler = get_linear_schedule_with_warmup(optimizer, 0, options.max_steps * accelerator.num_processes)
-    model, optimizer, batches, scheduler = accelerator.prepare(model, optimizer, batches, scheduler)  # fills the shards
+    scheduler = get_linear_schedule_with_warmup(
+        optimizer, 0, options.max_steps * accelerator.num_processes
+    )
+    model, optimizer, batches, scheduler = accelerator.prepare(
+        model, optimizer, batches, scheduler
+    )  # fills the shards
 
     step = max((int(path.name[5:]) for path in options.output_dir.glob("step-*")), default=0)
     if step:
@@ -62,7 +81,9 @@ def main() -> None:
     while step < options.max_steps:
         epoch, num_done = divmod(step, len(batches))
         batches.set_epoch(epoch)
-        for batch in islice(accelerator.skip_first_batches(batches, num_done), options.max_steps - step):
+        for batch in islice(
+            accelerator.skip_first_batches(batches, num_done), options.max_steps - step
+        ):
             loss = model(**batch).loss
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -27,10 +27,16 @@ def main() -> None:
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--save_steps", type=int, default=100)
-    parser.add_argument("--resume_from_checkpoint", choices=["auto"], help="for launch.slurm; every run resumes anyway")
+    parser.add_argument(
+        "--resume_from_checkpoint",
+        choices=["auto"],
+        help="for launch.slurm; every run resumes anyway",
+    )
     options = parser.parse_args()
 
-    model = load_model(options.model, auto_class=AutoModelForSequenceClassification, num_labels=1, dtype="bfloat16")
+    model = load_model(
+        options.model, auto_class=AutoModelForSequenceClassification, num_labels=1, dtype="bfloat16"
+    )
     arguments = RewardConfig(
         output_dir=options.output_dir,
         per_device_train_batch_size=2,
@@ -47,11 +53,19 @@ def main() -> None:
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
         processing_class=AutoTokenizer.from_pretrained(options.model),
         peft_config=LoraConfig(
-            r=16, lora_alpha=32, target_modules="all-linear", task_type="SEQ_CLS", modules_to_save=["score"]
+            r=16,
+            lora_alpha=32,
+            target_modules="all-linear",
+            task_type="SEQ_CLS",
+            modules_to_save=["score"],
         ),
-        callbacks=[ShardedCheckpointCallback(export_dir=f"{options.output_dir}/export", merge_adapter=True)],
+        callbacks=[
+            ShardedCheckpointCallback(export_dir=f"{options.output_dir}/export", merge_adapter=True)
+        ],
     )
-    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None starts from step 0
+    trainer.train(
+        resume_from_checkpoint=latest_checkpoint(options.output_dir)
+    )  # None starts from step 0
 
 
 if __name__ == "__main__":

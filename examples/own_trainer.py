@@ -26,10 +26,16 @@ def main() -> None:
     parser.add_argument("--output_dir", required=True, type=Path)
     parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--save_steps", type=int, default=100)
-    parser.add_argument("--resume_from_checkpoint", choices=["auto"], help="for launch.slurm; every run resumes anyway")
+    parser.add_argument(
+        "--resume_from_checkpoint",
+        choices=["auto"],
+        help="for launch.slurm; every run resumes anyway",
+    )
     options = parser.parse_args()
 
-    model = load_model(options.model, dtype="float32")  # replaces AutoModelForCausalLM.from_pretrained
+    model = load_model(
+        options.model, dtype="float32"
+    )  # replaces AutoModelForCausalLM.from_pretrained
     arguments = TrainingArguments(
         output_dir=str(options.output_dir),
         per_device_train_batch_size=4,
@@ -44,7 +50,10 @@ def main() -> None:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     with arguments.main_process_first():  # rank 0 tokenizes, and the other ranks read its cache
         rows = load_dataset("json", data_files=options.data, split="train")
-        rows = rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=1024), remove_columns=["text"])
+        rows = rows.map(
+            lambda row: tokenizer(row["text"], truncation=True, max_length=1024),
+            remove_columns=["text"],
+        )
 
     trainer = Trainer(
         model=model,
@@ -54,7 +63,9 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[ShardedCheckpointCallback(export_dir=options.output_dir / "export")],
     )
-    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))  # None starts from step 0
+    trainer.train(
+        resume_from_checkpoint=latest_checkpoint(options.output_dir)
+    )  # None starts from step 0
 
 
 if __name__ == "__main__":

@@ -21,19 +21,25 @@ WIDTH, NUM_LAYERS = 256, 4
 def main() -> None:
     """Train with FSDP, or with DDP if --ddp is given."""
     device = start()
-    train("--ddp" in sys.argv, device)  # frees the model: a DDP model can hang if it outlives the process group
+    train(
+        "--ddp" in sys.argv, device
+    )  # frees the model: a DDP model can hang if it outlives the process group
     dist.destroy_process_group()
 
 
 def train(ddp: bool, device: torch.device) -> None:
     """Train the toy model on random rows and print the loss and memory."""
     torch.manual_seed(0)  # the same model on every rank
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS))).to(device)
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS))
+    ).to(device)
     if ddp:
         model = DistributedDataParallel(model)
     else:
         for layer in model:
-            fully_shard(layer)  # each layer is a unit: it is gathered before it computes, and freed afterwards
+            fully_shard(
+                layer
+            )  # each layer is a unit: it is gathered before it computes, and freed afterwards
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -54,21 +60,31 @@ def start() -> torch.device:
     if not torch.accelerator.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    device = torch.device(torch.accelerator.current_accelerator().type, int(os.environ["LOCAL_RANK"]))
+    device = torch.device(
+        torch.accelerator.current_accelerator().type, int(os.environ["LOCAL_RANK"])
+    )
     torch.accelerator.set_device_index(device.index)
     dist.init_process_group(dist.get_default_backend_for_device(device))
     return device
 
 
-def report(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+def report(
+    name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
+) -> None:
     """Print the mean loss of all ranks and the bytes that rank 0 holds."""
     mean = loss.detach() / dist.get_world_size()
     dist.all_reduce(mean)
-    held = {"parameters": list(model.parameters()), "gradients": [parameter.grad for parameter in model.parameters()]}
+    held = {
+        "parameters": list(model.parameters()),
+        "gradients": [parameter.grad for parameter in model.parameters()],
+    }
     held["optimizer"] = [value for state in optimizer.state.values() for value in state.values()]
     if dist.get_rank() == 0:
         print(f"{name} on {dist.get_world_size()} ranks: loss {mean.item():.6f}")
-        print("held by rank 0: " + ", ".join(f"{what} {count_bytes(held[what]):,} bytes" for what in held))
+        print(
+            "held by rank 0: "
+            + ", ".join(f"{what} {count_bytes(held[what]):,} bytes" for what in held)
+        )
 
 
 def count_bytes(tensors: list[torch.Tensor]) -> int:

@@ -74,7 +74,11 @@ class ShardedCheckpointCallback(TrainerCallback):
         merge_adapter: bool = False,
         signals: bool = True,
     ) -> None:
-        self._asynchronous, self._signals, self._merge_adapter = asynchronous, signals, merge_adapter
+        self._asynchronous, self._signals, self._merge_adapter = (
+            asynchronous,
+            signals,
+            merge_adapter,
+        )
         self._export_dir = None if export_dir is None else Path(export_dir)
         self._export_dtype = parse_dtype(export_dtype)
         self.has_begun = False
@@ -84,8 +88,14 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._flags: StepFlags | None = None
         self._last_error: str | None = None
         self._saved_step = -1
-        self._kept_best: tuple[Any, ...] = (None, None, None)  # Trainer's best model among the complete checkpoints
-        self._pending_best: tuple[Any, ...] | None = None  # replaces `_kept_best` when the save in flight is complete
+        self._kept_best: tuple[Any, ...] = (
+            None,
+            None,
+            None,
+        )  # Trainer's best model among the complete checkpoints
+        self._pending_best: tuple[Any, ...] | None = (
+            None  # replaces `_kept_best` when the save in flight is complete
+        )
         self._stop_signal = 0
         self._save_total_limit: int | None = None
         if patches.is_fsdp_requested():
@@ -93,17 +103,32 @@ class ShardedCheckpointCallback(TrainerCallback):
         patches.enable_cpu_ranks()
         patches.apply_for_saving()
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
+    ) -> None:
         """Install the signal handlers. Under FSDP, open the output directory for this run and create the threads that save."""
         self._close()
-        self._last_error, self._pending_best, self._saved_step, self._stop_signal = None, None, -1, 0
+        self._last_error, self._pending_best, self._saved_step, self._stop_signal = (
+            None,
+            None,
+            -1,
+            0,
+        )
         if PartialState().distributed_type == DistributedType.FSDP:
             self._claim_directory(args, state)
         group = distributed.new_group() if distributed.is_distributed() else None
-        self._flags = StepFlags(group, self._signals)  # created last: while a rank waits above, SIGTERM ends it
+        self._flags = StepFlags(
+            group, self._signals
+        )  # created last: while a rank waits above, SIGTERM ends it
         self.has_begun = True
-        if self.saves_checkpoints and state.max_steps <= state.global_step and (state.epoch or 0) % 1:
-            distributed.print_main(f"the run is complete: checkpoint-{state.global_step} has all of its steps")
+        if (
+            self.saves_checkpoints
+            and state.max_steps <= state.global_step
+            and (state.epoch or 0) % 1
+        ):
+            distributed.print_main(
+                f"the run is complete: checkpoint-{state.global_step} has all of its steps"
+            )
             self.on_train_end(args, state, **kwargs)
             sys.exit()  # otherwise Trainer would train one more step of the unfinished epoch
 
@@ -118,12 +143,16 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._writer = Writer(directory, distributed.new_group())
         self._kept_best = _best(state)
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
+    ) -> None:
         """Start the exchange that tells all ranks whether any rank got a signal and whether a save has failed."""
         if self._flags is not None and not self._stop_signal:
             self._flags.start(self._writer is not None and self._writer.has_failed)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """If a save has failed, log the error. If any rank got a signal, let Trainer save and stop."""
         if self._flags is None or self._stop_signal:
             return
@@ -131,7 +160,9 @@ class ShardedCheckpointCallback(TrainerCallback):
         if any_failed:
             self._settle(state)
         if self._stop_signal:
-            distributed.print_main(f"stopping at step {state.global_step} on signal {self._stop_signal}")
+            distributed.print_main(
+                f"stopping at step {state.global_step} on signal {self._stop_signal}"
+            )
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
@@ -143,14 +174,18 @@ class ShardedCheckpointCallback(TrainerCallback):
             control.should_evaluate = False
             control.should_save = self.saves_checkpoints and self._saved_step != state.global_step
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """When Trainer writes its final log, finish the save in flight, because Trainer then loads the best model."""
         if self._writer is not None and "train_runtime" in kwargs.get("logs", {}):
             self._settle(state)
             # With save_total_limit=1, Trainer would now delete all other checkpoints, even those of other runs.
             self._save_total_limit, args.save_total_limit = args.save_total_limit, None
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
+    ) -> None:
         """Export the model unless a signal stopped the run. Raise an error if the last save failed. After a signal, exit."""
         if self._writer is not None:
             self._settle(state)
@@ -161,15 +196,24 @@ class ShardedCheckpointCallback(TrainerCallback):
         if self._last_error is not None:
             raise CheckpointError(f"the last checkpoint was not saved: {self._last_error}")
         if self._stop_signal:
-            distributed.print_main(f"stopped by a signal; resume from {args.output_dir}/checkpoint-{state.global_step}")
+            distributed.print_main(
+                f"stopped by a signal; resume from {args.output_dir}/checkpoint-{state.global_step}"
+            )
             sys.exit(EXIT_PREEMPTED)
 
     def _export(self, model: torch.nn.Module, processor: Any) -> None:
         assert self._export_dir is not None
-        export = functools.partial(export_model, model, dtype=self._export_dtype, tokenizer=processor)
+        export = functools.partial(
+            export_model, model, dtype=self._export_dtype, tokenizer=processor
+        )
         written = [export(self._export_dir)]
         if self._merge_adapter and hasattr(model, "peft_config"):
-            written.append(export(self._export_dir.with_name(f"{self._export_dir.name}_merged"), merge_adapter=True))
+            written.append(
+                export(
+                    self._export_dir.with_name(f"{self._export_dir.name}_merged"),
+                    merge_adapter=True,
+                )
+            )
         distributed.print_main(f"exported: {', '.join(map(str, written))}")
 
     @property
@@ -188,15 +232,23 @@ class ShardedCheckpointCallback(TrainerCallback):
             state.best_model_checkpoint = str(best)
         best_path = state.best_model_checkpoint
         global_batch_size = trainer.get_total_train_batch_size(args)
-        facts = {"step": state.global_step, "world_size": args.world_size, "global_batch_size": global_batch_size}
+        facts = {
+            "step": state.global_step,
+            "world_size": args.world_size,
+            "global_batch_size": global_batch_size,
+        }
         written = self._directory.workspace / final.name
-        save = Save(written, final, facts, args.save_total_limit, {best_path} if best_path else set())
+        save = Save(
+            written, final, facts, args.save_total_limit, {best_path} if best_path else set()
+        )
         try:
             with redirected(trainer, written.parent) as save.parts:
                 save_by_trainer()
                 if args.should_save:
                     write_description(written, trainer.model, trainer.processing_class)
-                if state.best_model_checkpoint != best_path:  # Trainer has set it to the unfinished directory
+                if (
+                    state.best_model_checkpoint != best_path
+                ):  # Trainer has set it to the unfinished directory
                     state.best_model_checkpoint = best_path
                     if args.should_save:
                         state.save_to_json(str(written / TRAINER_STATE_NAME))
@@ -210,7 +262,9 @@ class ShardedCheckpointCallback(TrainerCallback):
             if args.push_to_hub and self._last_error is None:
                 trainer._push_from_checkpoint(str(final))
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Raise a CheckpointError if Trainer has saved without calling `save` of this callback."""
         if self.saves_checkpoints and self._saved_step != state.global_step:
             raise CheckpointError(
@@ -227,9 +281,13 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._kept_best = self._pending_best
         else:
             if distributed.is_main():
-                logger.warning("checkpoint-%d was not saved; training continues: %s", self._saved_step, error)
+                logger.warning(
+                    "checkpoint-%d was not saved; training continues: %s", self._saved_step, error
+                )
             if state.best_global_step == self._saved_step:
-                state.best_metric, state.best_global_step, state.best_model_checkpoint = self._kept_best
+                state.best_metric, state.best_global_step, state.best_model_checkpoint = (
+                    self._kept_best
+                )
         self._last_error, self._pending_best = error, None
 
     def _close(self) -> None:

@@ -17,14 +17,19 @@ from hf_fsdp_recipes.tools.preflight import preflight
 from hf_fsdp_recipes.tools.rehearse import rehearse
 from hf_fsdp_recipes.tools.sweep import sweep
 
-PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}  # recipe fields are passed on
+PASS_ON: dict[str, Any] = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+}  # recipe fields are passed on
 
 app = typer.Typer(
     help="FSDP recipes for Accelerate, Trainer and TRL.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # for a failed launch, torch already prints a table of the ranks' errors
-    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # so --base_model works too
+    context_settings={
+        "token_normalize_func": lambda name: name.replace("_", "-")
+    },  # so --base_model works too
 )
 app.command(context_settings=PASS_ON)(sft)
 app.add_typer(recipes_app := make_app("recipe"), name="recipes")
@@ -40,7 +45,9 @@ app.command(context_settings=PASS_ON)(sweep)
 @app.command()
 def checkpoints(
     output_dir: Annotated[Path, typer.Argument(help="Output directory of a run.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read every file and check its hash.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every file and check its hash.")
+    ] = False,
 ) -> None:
     """List a run's checkpoints. The exit status is 1 if the run cannot be resumed from any of them."""
     from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, read_manifest, step_of
@@ -51,26 +58,44 @@ def checkpoints(
     for checkpoint in reversed(list_checkpoints(output_dir)):
         manifest = read_manifest(checkpoint) or {}
         sizes = {
-            str(path.relative_to(checkpoint)): path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()
+            str(path.relative_to(checkpoint)): path.stat().st_size
+            for path in checkpoint.rglob("*")
+            if path.is_file()
         }
         listed = manifest.get("files", {}).items()
-        wrong = [f"{name} is missing or cut off" for name, facts in listed if sizes.get(name) != facts["bytes"]]
+        wrong = [
+            f"{name} is missing or cut off"
+            for name, facts in listed
+            if sizes.get(name) != facts["bytes"]
+        ]
         damage = find_damage(checkpoint) if verify or not manifest else next(iter(wrong), None)
         usable += damage is None
         ranks = manifest.get("world_size", "?")
-        print(f"{step_of(checkpoint):>8}  {sum(sizes.values()) / 1e6:>11,.1f}  {ranks:>5}  {damage or 'complete'}")
+        print(
+            f"{step_of(checkpoint):>8}  {sum(sizes.values()) / 1e6:>11,.1f}  {ranks:>5}  {damage or 'complete'}"
+        )
     if not usable:
         raise ToolError(f"{output_dir} holds no checkpoint that a run can be resumed from.")
 
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="checkpoint-<step>, or an adapter if --merge-adapter is set.")],
-    output: Annotated[Path, typer.Argument(help="Directory to write. If it exists, the next free name is used.")],
-    base_model: Annotated[Optional[str], typer.Option(help="Base model, if the checkpoint does not name it.")] = None,
-    dtype: Annotated[Optional[str], typer.Option(help="Dtype of the exported weights, such as bfloat16.")] = None,
+    checkpoint: Annotated[
+        Path, typer.Argument(help="checkpoint-<step>, or an adapter if --merge-adapter is set.")
+    ],
+    output: Annotated[
+        Path, typer.Argument(help="Directory to write. If it exists, the next free name is used.")
+    ],
+    base_model: Annotated[
+        Optional[str], typer.Option(help="Base model, if the checkpoint does not name it.")
+    ] = None,
+    dtype: Annotated[
+        Optional[str], typer.Option(help="Dtype of the exported weights, such as bfloat16.")
+    ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
-    merge_adapter: Annotated[bool, typer.Option("--merge-adapter", help="Merge LoRA into the base model.")] = False,
+    merge_adapter: Annotated[
+        bool, typer.Option("--merge-adapter", help="Merge LoRA into the base model.")
+    ] = False,
 ) -> None:
     """Convert a checkpoint to a directory for `from_pretrained` and vLLM, one tensor at a time. This needs no GPU."""
     from hf_fsdp_recipes.export.export import export_checkpoint
@@ -91,7 +116,9 @@ app.command()(generate)
 
 @app.command()
 def report(
-    output_dir: Annotated[Path, typer.Argument(help="Output directory of a run, even of one that still trains.")],
+    output_dir: Annotated[
+        Path, typer.Argument(help="Output directory of a run, even of one that still trains.")
+    ],
 ) -> None:
     """Write a run's report.md and plots from its metrics.jsonl."""
     from hf_fsdp_recipes.metrics.report import write_report
@@ -104,7 +131,9 @@ app.command(context_settings=PASS_ON | {"help_option_names": []})(quickstart)
 
 def main() -> None:
     """Run the command. A RecipeError is printed as one line on stderr, and the exit status is 1."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns that 4-bit kernels for the CPU are missing
+    logging.getLogger("bitsandbytes").setLevel(
+        logging.ERROR
+    )  # it warns that 4-bit kernels for the CPU are missing
     try:
         app()
     except RecipeError as error:

@@ -22,7 +22,9 @@ T = TypeVar("T")
 PATIENCE = timedelta(days=1)
 EXIT_SECONDS = 3.0  # the launcher ends the other ranks within this time after one rank has exited
 
-_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # {default process group: the main thread's gloo group}
+_groups: dict[
+    dist.ProcessGroup, dist.ProcessGroup
+] = {}  # {default process group: the main thread's gloo group}
 
 
 def is_distributed() -> bool:
@@ -120,11 +122,17 @@ def raise_agreed(own: Exception | None, group: dist.ProcessGroup | None = None) 
         if own is not None:
             raise own
         return
-    report = None if own is None else (type(own) if isinstance(own, RecipeError) else RecipeError, describe(own))
+    report = (
+        None
+        if own is None
+        else (type(own) if isinstance(own, RecipeError) else RecipeError, describe(own))
+    )
     for number, found in enumerate(gather(report, group)):
         if found is not None:
             kind, message = found
-            raise kind(message if kind is not RecipeError or not number else f"rank {number}: {message}") from own
+            raise kind(
+                message if kind is not RecipeError or not number else f"rank {number}: {message}"
+            ) from own
 
 
 def run_on_main(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -149,7 +157,9 @@ def exit_with_message() -> Iterator[None]:
         yield
     except RecipeError as error:
         if not is_main():
-            time.sleep(EXIT_SECONDS)  # usually rank 0 prints the same error, exits, and so ends this rank
+            time.sleep(
+                EXIT_SECONDS
+            )  # usually rank 0 prints the same error, exits, and so ends this rank
         # A single write, so that the lines of several ranks do not interleave.
         os.write(sys.stderr.fileno(), f"{type(error).__name__}: {error}\n".encode())
         sys.exit(1)

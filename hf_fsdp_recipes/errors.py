@@ -28,4 +28,8 @@ class ToolError(RecipeError):
 def describe(error: BaseException) -> str:
     """Return an error's message on one line. Unless the error is a RecipeError, its class comes first."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, RecipeError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    return (
+        text
+        if isinstance(error, RecipeError)
+        else f"{type(error).__name__}: {text}".removesuffix(": ")
+    )

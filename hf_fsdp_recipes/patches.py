@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, parse_flag_from_env, str_to_bool
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    parse_flag_from_env,
+    str_to_bool,
+)
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
@@ -25,7 +30,9 @@ from hf_fsdp_recipes.errors import PatchError, RecipeError
 
 Function = Callable[..., Any]
 
-LOADER = "_hf_fsdp_loader"  # attribute that holds the `Loader` of a model until the weights are loaded
+LOADER = (
+    "_hf_fsdp_loader"  # attribute that holds the `Loader` of a model until the weights are loaded
+)
 MARK = "_hf_fsdp_recipes_original"  # attribute of a replacement that holds the original function
 
 # Environment variables that hide the machine's accelerators from CPU ranks. A runtime reads its variable on first use.
@@ -88,9 +95,15 @@ FILL_SHARDS = Patch(
 )
 
 
-def _fill_shards(original: Function, accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+def _fill_shards(
+    original: Function, accelerator: Accelerator, model: torch.nn.Module
+) -> torch.nn.Module:
     loader = find_loader(model)
-    return original(accelerator, model) if loader is None else loader.shard(accelerator, model, original)
+    return (
+        original(accelerator, model)
+        if loader is None
+        else loader.shard(accelerator, model, original)
+    )
 
 
 # FSDP2 rejects module lists, because they have no forward. Accelerate shards the final norm together with the output head, so
@@ -105,10 +118,15 @@ WRAP_BY_SIZE = Patch(
 )
 
 
-def _wrap_by_size(original: Function, fsdp2_plugin: FullyShardedDataParallelPlugin, model: torch.nn.Module) -> Any:
+def _wrap_by_size(
+    original: Function, fsdp2_plugin: FullyShardedDataParallelPlugin, model: torch.nn.Module
+) -> Any:
     policy = original(fsdp2_plugin, model)
     wanted = fsdp2_plugin.auto_wrap_policy
-    if find_loader(model) is None or getattr(wanted, "func", wanted) is not size_based_auto_wrap_policy:
+    if (
+        find_loader(model) is None
+        or getattr(wanted, "func", wanted) is not size_based_auto_wrap_policy
+    ):
         return policy
     base = getattr(model, "get_base_model", lambda: model)()
     ends = [base.get_input_embeddings(), base.get_output_embeddings()]
@@ -116,7 +134,9 @@ def _wrap_by_size(original: Function, fsdp2_plugin: FullyShardedDataParallelPlug
     in_root = {module for module in (*ends, *norms) if module is not None}
     # PEFT's adapters for experts use the weights of their inner modules without calling these modules.
     adapters = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
-    kept_whole = {inner for adapter in adapters for child in adapter.children() for inner in child.modules()}
+    kept_whole = {
+        inner for adapter in adapters for child in adapter.children() for inner in child.modules()
+    }
     return lambda module: (
         not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)
         and module not in kept_whole
@@ -138,7 +158,9 @@ SAVE_CHECKPOINT = Patch(
 
 def _save_checkpoint(original: Function, self: Any, model: torch.nn.Module, trial: Any) -> None:
     # The callback's `save` is public only for this call. It replaces `original` only while a run under FSDP trains.
-    found = [one for one in self.callback_handler.callbacks if getattr(one, "saves_checkpoints", False)]
+    found = [
+        one for one in self.callback_handler.callbacks if getattr(one, "saves_checkpoints", False)
+    ]
     if found:
         found[0].save(self, functools.partial(original, self, model, trial), trial)
     else:
@@ -156,25 +178,38 @@ CPU_RANKS = Patch(
 )
 
 
-def _turn_cpu_ranks_into_fsdp(original: Function, self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
-    was_initialized, plugin = self._shared_state.get("_mixed_precision") is not None, kwargs.get("fsdp_plugin")
+def _turn_cpu_ranks_into_fsdp(
+    original: Function, self: AcceleratorState, *args: Any, **kwargs: Any
+) -> None:
+    was_initialized, plugin = (
+        self._shared_state.get("_mixed_precision") is not None,
+        kwargs.get("fsdp_plugin"),
+    )
     original(self, *args, **kwargs)
     is_on_cpu = self.distributed_type in (DistributedType.MULTI_CPU, DistributedType.NO)
     if was_initialized or plugin is None or not is_on_cpu:
         return
-    if not torch.distributed.is_initialized():  # Accelerate starts no process group for a single CPU rank
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if (
+        not torch.distributed.is_initialized()
+    ):  # Accelerate starts no process group for a single CPU rank
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
     if self._mixed_precision != "no":
         plugin.set_mixed_precision(self._mixed_precision)
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning memory needs an accelerator
+        plugin.cpu_offload = CPUOffloadPolicy(
+            pin_memory=False
+        )  # pinning memory needs an accelerator
     self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
 def find_loader(model: torch.nn.Module) -> Any:
     """Return the `Loader` of a model, which may be wrapped. Return None if the model has no weights left to load."""
-    return next((module.__dict__[LOADER] for module in model.modules() if LOADER in module.__dict__), None)
+    return next(
+        (module.__dict__[LOADER] for module in model.modules() if LOADER in module.__dict__), None
+    )
 
 
 def apply_for_loading() -> None:
@@ -201,7 +236,9 @@ def are_cpu_ranks_requested() -> bool:
     If it is unset, FSDP on a machine without an accelerator counts as FSDP on CPU ranks.
     """
     flag = os.environ.get("ACCELERATE_USE_CPU")
-    return is_fsdp_requested() and (not torch.accelerator.is_available() if flag is None else bool(str_to_bool(flag)))
+    return is_fsdp_requested() and (
+        not torch.accelerator.is_available() if flag is None else bool(str_to_bool(flag))
+    )
 
 
 def enable_cpu_ranks() -> None:
@@ -218,9 +255,14 @@ def enable_cpu_ranks() -> None:
         print("note: no accelerator was found, so FSDP trains on CPU ranks", flush=True)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.environ.update(dict.fromkeys(HIDDEN_DEVICES, ""))
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # otherwise each rank warns about missing GPU kernels
+    logging.getLogger("bitsandbytes").setLevel(
+        logging.ERROR
+    )  # otherwise each rank warns about missing GPU kernels
     CPU_RANKS.apply(_turn_cpu_ranks_into_fsdp)
-    if AcceleratorState._shared_state.get("distributed_type") in (DistributedType.MULTI_CPU, DistributedType.NO):
+    if AcceleratorState._shared_state.get("distributed_type") in (
+        DistributedType.MULTI_CPU,
+        DistributedType.NO,
+    ):
         raise RecipeError(
             "an Accelerator was created before FSDP could be turned on for CPU ranks. Call load_model or "
             "ShardedCheckpointCallback before the first Accelerator or Trainer."

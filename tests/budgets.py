@@ -10,7 +10,9 @@ PACKAGE = ROOT / "hf_fsdp_recipes"
 
 
 def python_files(*places: Path) -> list[Path]:
-    return [file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place])]
+    return [
+        file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place])
+    ]
 
 
 def num_lines(files: list[Path]) -> int:
@@ -24,7 +26,12 @@ def num_nodes(files: list[Path]) -> int:
 
 def longest_function(files: list[Path]) -> int:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, functions)]
+    nodes = [
+        node
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, functions)
+    ]
     return max(node.end_lineno - node.lineno for node in nodes if node.end_lineno)
 
 
@@ -32,7 +39,11 @@ def main() -> int:
     package, docs = python_files(PACKAGE), [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     rows = [
         ("hf_fsdp_recipes, syntax nodes", num_nodes(package), 46_000),
-        ("replaced functions", len(re.findall(r"^\w+ = Patch\(", (PACKAGE / "patches.py").read_text(), re.M)), 4),
+        (
+            "replaced functions",
+            len(re.findall(r"^\w+ = Patch\(", (PACKAGE / "patches.py").read_text(), re.M)),
+            4,
+        ),
         ("longest module", max(num_lines([file]) for file in package), 300),
         ("longest function", longest_function(package), 50),
         ("recipes/sft.py", num_lines([ROOT / "recipes" / "sft.py"]), 170),

@@ -71,15 +71,21 @@ def tiny_config(kind: str):
         "max_position_embeddings": 128,
     }
     if kind in ("llama", "llama_tied"):
-        return LlamaConfig(**small, tie_word_embeddings=kind == "llama_tied", attention_bias=kind == "llama")
-    if kind == "llama_wide":  # each row fills 4-bit blocks; bitsandbytes' CPU kernel misreads shorter rows
+        return LlamaConfig(
+            **small, tie_word_embeddings=kind == "llama_tied", attention_bias=kind == "llama"
+        )
+    if (
+        kind == "llama_wide"
+    ):  # each row fills 4-bit blocks; bitsandbytes' CPU kernel misreads shorter rows
         return LlamaConfig(**small | {"hidden_size": 64, "intermediate_size": 128})
     if kind == "gpt2":
         return GPT2Config(**common, n_embd=32, n_layer=2, n_head=4, n_positions=128)
     if kind == "mixtral":
         return MixtralConfig(**small, num_local_experts=4, num_experts_per_tok=2)
     if kind == "qwen3_moe":
-        return Qwen3MoeConfig(**small, head_dim=8, moe_intermediate_size=24, num_experts=5, num_experts_per_tok=2)
+        return Qwen3MoeConfig(
+            **small, head_dim=8, moe_intermediate_size=24, num_experts=5, num_experts_per_tok=2
+        )
     if kind == "gpt_oss":  # experts with biases, stored as (expert, in, out)
         return GptOssConfig(
             **small | {"intermediate_size": 48},

@@ -16,7 +16,18 @@ from hf_fsdp_recipes.tools import launch
 from hf_fsdp_recipes.tools.files import find_file, shipped_directory, shipped_files
 
 run = CliRunner().invoke
-COMMANDS = {"sft", "recipes", "config", "plan", "preflight", "rehearse", "sweep", "checkpoints", "export", "generate"}
+COMMANDS = {
+    "sft",
+    "recipes",
+    "config",
+    "plan",
+    "preflight",
+    "rehearse",
+    "sweep",
+    "checkpoints",
+    "export",
+    "generate",
+}
 
 
 def hf_fsdp(*arguments, directory=None):
@@ -31,21 +42,31 @@ def test_help_names_every_command_within_half_a_second_of_processor_time_and_wit
     *shown, last = done.stdout.splitlines()
     has_torch, seconds = last.split()
     assert has_torch == "False" and float(seconds) < 0.5
-    assert all(any(f" {name} " in line for line in shown) for name in COMMANDS | {"report", "quickstart"})
+    assert all(
+        any(f" {name} " in line for line in shown) for name in COMMANDS | {"report", "quickstart"}
+    )
 
 
 def test_an_error_is_one_line_on_stderr_and_status_1(tmp_path):
     done = hf_fsdp("checkpoints", tmp_path)
-    assert done.returncode == 1 and done.stderr.startswith("ToolError: ") and len(done.stderr.splitlines()) == 1
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith("ToolError: ")
+        and len(done.stderr.splitlines()) == 1
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3_8b_lra", "no/such.yaml", ".", "a\0b", ""])
 def test_a_recipe_or_template_that_is_not_there_is_one_error(name):
-    for arguments in (("recipes", "show", name), ("config", "check", name), ("sft", "--accelerate_config", name)):
+    for arguments in (
+        ("recipes", "show", name),
+        ("config", "check", name),
+        ("sft", "--accelerate_config", name),
+    ):
         result = run(cli.app, arguments)
-        assert type(result.exception).__name__ == "ToolError" and "neither a file nor a shipped" in str(
+        assert type(
             result.exception
-        )
+        ).__name__ == "ToolError" and "neither a file nor a shipped" in str(result.exception)
 
 
 def test_a_file_in_the_current_directory_comes_before_a_shipped_one(monkeypatch, tmp_path):
@@ -57,19 +78,28 @@ def test_a_file_in_the_current_directory_comes_before_a_shipped_one(monkeypatch,
     assert find_file("recipe", "quickstart") == Path("quickstart.yaml")
 
 
-def test_recipes_are_listed_name_a_template_and_are_copied_with_the_files_that_they_name(monkeypatch, tmp_path):
+def test_recipes_are_listed_name_a_template_and_are_copied_with_the_files_that_they_name(
+    monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
-    for line, file in zip(run(cli.app, ["recipes", "list"]).output.splitlines(), shipped_files("recipe"), strict=True):
+    for line, file in zip(
+        run(cli.app, ["recipes", "list"]).output.splitlines(), shipped_files("recipe"), strict=True
+    ):
         name, *purpose = line.split()
         template = re.search(r"hf-fsdp sft --accelerate_config (\w+) ", file.read_text())[1]
         assert name == file.stem and find_file("template", template) and purpose[-1].endswith(".")
     assert run(cli.app, ["recipes", "copy", "quickstart"]).exit_code == 0
     copied = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()}
     assert copied == {"quickstart.yaml", "data/quickstart.jsonl", "launch.slurm"}
-    assert run(cli.app, ["recipes", "copy", "smollm2_135m_lora"]).exit_code == 0  # launch.slurm is there already
+    assert (
+        run(cli.app, ["recipes", "copy", "smollm2_135m_lora"]).exit_code == 0
+    )  # launch.slurm is there already
     Path("launch.slurm").write_text("my own")
     again = run(cli.app, ["recipes", "copy", "smollm2_135m_full"])
-    assert "launch.slurm exists" in str(again.exception) and not Path("smollm2_135m_full.yaml").exists()
+    assert (
+        "launch.slurm exists" in str(again.exception)
+        and not Path("smollm2_135m_full.yaml").exists()
+    )
 
 
 def test_arguments_go_to_the_launcher_or_to_the_script_in_any_order(monkeypatch):
@@ -93,12 +123,24 @@ def test_arguments_go_to_the_launcher_or_to_the_script_in_any_order(monkeypatch)
     result = run(cli.app, ["sft", "--accelerate-config", "cpu", "--config", "quickstart", *given])
     assert result.exit_code == 0, result.exception
     [parsed] = found
-    assert (parsed.num_processes, parsed.main_process_port, parsed.tee, parsed.quiet) == (2, 0, "3", True)
+    assert (parsed.num_processes, parsed.main_process_port, parsed.tee, parsed.quiet) == (
+        2,
+        0,
+        "3",
+        True,
+    )
     assert not parsed.gradient_accumulation_steps and not parsed.debug
     recipes = shipped_directory("recipe")
     assert parsed.training_script == str(recipes / "sft.py")
-    assert parsed.training_script_args == ["--config", str(recipes / "quickstart.yaml"), *for_script]
-    assert os.environ["ACCELERATE_USE_CPU"] == "true" and os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "5"
+    assert parsed.training_script_args == [
+        "--config",
+        str(recipes / "quickstart.yaml"),
+        *for_script,
+    ]
+    assert (
+        os.environ["ACCELERATE_USE_CPU"] == "true"
+        and os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "5"
+    )
     assert "SIGUSR1" in os.environ["PET_SIGNALS_TO_HANDLE"]
 
 
@@ -106,7 +148,9 @@ def test_a_template_that_accelerate_refuses_is_one_error(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     (tmp_path / "two.yaml").write_text("distributed_type: FSDP\nnum_processes: two\n")
     refused = run(cli.app, ["sft", "--accelerate-config", str(tmp_path / "two.yaml")])
-    assert type(refused.exception).__name__ == "ToolError" and "two.yaml or an option" in str(refused.exception)
+    assert type(refused.exception).__name__ == "ToolError" and "two.yaml or an option" in str(
+        refused.exception
+    )
 
 
 def test_the_launcher_and_the_recipe_share_only_the_options_that_are_listed():
@@ -115,8 +159,12 @@ def test_the_launcher_and_the_recipe_share_only_the_options_that_are_listed():
 
     from hf_fsdp_recipes.training.arguments import RecipeArguments
 
-    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, RecipeArguments, DatasetMixtureConfig))
-    both = {action.dest for action in parser._actions} & {action.dest for action in launch_command_parser()._actions}
+    parser = TrlParser(
+        (ScriptArguments, SFTConfig, ModelConfig, RecipeArguments, DatasetMixtureConfig)
+    )
+    both = {action.dest for action in parser._actions} & {
+        action.dest for action in launch_command_parser()._actions
+    }
     assert both == launch.SHARED_OPTIONS | {"help"}
 
 
@@ -126,11 +174,16 @@ def test_checkpoints_are_listed_and_verify_finds_damage(tmp_path):
         checkpoint.mkdir()
         (checkpoint / "a.bin").write_bytes(b"weights")
         facts = {"a.bin": read_facts(checkpoint / "a.bin")}
-        (checkpoint / "manifest.json").write_text(json.dumps({"run": "x", "world_size": 2, "files": facts}))
+        (checkpoint / "manifest.json").write_text(
+            json.dumps({"run": "x", "world_size": 2, "files": facts})
+        )
     (tmp_path / "checkpoint-10" / "a.bin").write_bytes(b"Weights")
     (tmp_path / "checkpoint-12" / "a.bin").unlink()
     (tmp_path / "checkpoint-15").mkdir()
-    rows = [line.split(maxsplit=3) for line in run(cli.app, ["checkpoints", str(tmp_path)]).output.splitlines()]
+    rows = [
+        line.split(maxsplit=3)
+        for line in run(cli.app, ["checkpoints", str(tmp_path)]).output.splitlines()
+    ]
     assert [row[0] for row in rows] == ["step", "5", "10", "12", "15"]
     assert [row[2] for row in rows[1:]] == ["2", "2", "2", "?"]
     assert [row[3] for row in rows[1:4]] == ["complete", "complete", "a.bin is missing or cut off"]
@@ -140,7 +193,14 @@ def test_checkpoints_are_listed_and_verify_finds_damage(tmp_path):
 
 
 def test_an_export_generates_and_a_missing_one_is_one_error(tiny_model, tmp_path):
-    arguments = ["generate", str(tiny_model("llama")), "--prompt", "The big fox", "--max-new-tokens", "5"]
+    arguments = [
+        "generate",
+        str(tiny_model("llama")),
+        "--prompt",
+        "The big fox",
+        "--max-new-tokens",
+        "5",
+    ]
     plain, chat = run(cli.app, arguments), run(cli.app, [*arguments, "--chat"])
     assert plain.exit_code == chat.exit_code == 0 and plain.output and plain.output != chat.output
     missing = run(cli.app, ["generate", str(tmp_path / "none"), "--prompt", "a"])

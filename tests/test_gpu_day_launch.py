@@ -18,10 +18,24 @@ NEED_A_GPU = {"lora_large", "lora_large_trl", "lora_liger"}
 
 def measure(directory, *options, **environment):
     """Run the steps in small; return the figures of each."""
-    command = [sys.executable, "-m", "benchmarks.gpu_day", "--out", str(directory), "--scale", "small", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_day",
+        "--out",
+        str(directory),
+        "--scale",
+        "small",
+        *options,
+    ]
     kept = {key: value for key, value in os.environ.items() if key != "ACCELERATE_USE_CPU"}
     done = subprocess.run(
-        command, cwd=ROOT, env=kept | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=ROOT,
+        env=kept | environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     assert done.returncode == 0, done.stdout
     rows = [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
@@ -30,8 +44,14 @@ def measure(directory, *options, **environment):
 
 def check_figures(found):
     """Check what must hold on any device."""
-    assert {name: row["error"] for name, row in found.items() if "error" in row and name not in NEED_A_GPU} == {}
-    ours, stock = (found[name]["mean logsumexp, the same for both"] for name in ("load_model", "load_stock"))
+    assert {
+        name: row["error"]
+        for name, row in found.items()
+        if "error" in row and name not in NEED_A_GPU
+    } == {}
+    ours, stock = (
+        found[name]["mean logsumexp, the same for both"] for name in ("load_model", "load_stock")
+    )
     assert ours == pytest.approx(stock, rel=1e-5)
     for name in {"exact", "two_ranks"} & set(found):
         assert found[name]["a second run has equal losses and norms"]
@@ -67,5 +87,9 @@ def test_a_step_that_hangs_is_killed_and_one_that_dies_is_an_error(tmp_path):
     started = time.monotonic()
     assert run(day, "hangs", Step(_sleep, (), 1), 2.0)["error"] == "stopped after 2 s; see log.txt"
     assert time.monotonic() - started < 10
-    assert run(day, "dies", Step(_end, (), 1), 20.0)["error"] == "it ended with status 3; see log.txt"
-    assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "sleep"]
+    assert (
+        run(day, "dies", Step(_end, (), 1), 20.0)["error"] == "it ended with status 3; see log.txt"
+    )
+    assert not [
+        child for child in psutil.Process().children(recursive=True) if child.name() == "sleep"
+    ]

@@ -15,16 +15,24 @@ def _run(code, model, rows, directory):
     from transformers import AutoTokenizer, Trainer, TrainingArguments
 
     def tokenize(row):
-        tokens = tokenizer(row["text"], truncation=True, max_length=16, padding="max_length").input_ids
+        tokens = tokenizer(
+            row["text"], truncation=True, max_length=16, padding="max_length"
+        ).input_ids
         return {"input_ids": tokens, "labels": tokens}
 
     os.chdir(directory)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    args = TrainingArguments("runs/mine", max_steps=2, save_steps=1, report_to="none", disable_tqdm=True)
-    data = load_dataset("json", data_files=str(rows), split="train").map(tokenize, remove_columns="text")
+    args = TrainingArguments(
+        "runs/mine", max_steps=2, save_steps=1, report_to="none", disable_tqdm=True
+    )
+    data = load_dataset("json", data_files=str(rows), split="train").map(
+        tokenize, remove_columns="text"
+    )
     names = {"Trainer": Trainer, "args": args, "rows": data, "tokenizer": tokenizer}
     exec(code.replace("path/or/hub-id", str(model)), names)
-    return names["trainer"].state.global_step, sorted(path.name for path in Path("runs/mine").iterdir())
+    return names["trainer"].state.global_step, sorted(
+        path.name for path in Path("runs/mine").iterdir()
+    )
 
 
 def test_the_block_trains_exports_and_resumes(tiny_model, text_file, tmp_path):

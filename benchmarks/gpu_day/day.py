@@ -100,7 +100,9 @@ class Day:
         """Return the output directory of a run."""
         return self.work / "runs" / name
 
-    def arguments(self, model: str, name: str, settings: Mapping[str, Any], is_planned: bool = False) -> list[str]:
+    def arguments(
+        self, model: str, name: str, settings: Mapping[str, Any], is_planned: bool = False
+    ) -> list[str]:
         """Return arguments for recipes/sft.py and `trl sft`; with `is_planned`, for an accelerator that is not here."""
         has_device = is_planned or torch.accelerator.is_available()
         values = {

@@ -59,7 +59,9 @@ def write_model(directory: Path, config: Any) -> int:
     config.save_pretrained(directory)
     write_tokenizer(directory)
     files = split_into_files(shapes)
-    names = [f"model-{number + 1:05}-of-{len(files):05}.safetensors" for number in range(len(files))]
+    names = [
+        f"model-{number + 1:05}-of-{len(files):05}.safetensors" for number in range(len(files))
+    ]
     with ThreadPoolExecutor(NUM_WRITERS) as threads:
         paths = [directory / name for name in names]
         list(threads.map(write_random_weights, paths, files))

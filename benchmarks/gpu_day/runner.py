@@ -46,7 +46,9 @@ class Step:
     starts_ranks: bool = False
 
 
-def timed(name: str, model: str, settings: dict[str, Any], expected: float, script: str = "") -> Step:
+def timed(
+    name: str, model: str, settings: dict[str, Any], expected: float, script: str = ""
+) -> Step:
     """Return a step that times training."""
     inputs = (model, name, settings, script or "recipes/sft.py")
     return Step(steps.train, inputs, expected)
@@ -88,7 +90,12 @@ def make_steps() -> dict[str, Step]:
 
 
 # Two runs without an interruption, then one that is killed and resumed.
-RUNS = {"whole": ("a", False), "again": ("b", False), "killed": ("c", True), "resumed": ("c", False)}
+RUNS = {
+    "whole": ("a", False),
+    "again": ("b", False),
+    "killed": ("c", True),
+    "resumed": ("c", False),
+}
 
 
 def compare_runs(day: Day, num_ranks: int, seconds: float) -> Figures:
@@ -107,7 +114,9 @@ def compare_runs(day: Day, num_ranks: int, seconds: float) -> Figures:
         "a second run has equal losses and norms": found["again"]["steps"] == whole,
         "a resumed run has equal losses and norms": resumed == whole,
         "step: loss, norm": whole,
-        "differences of the resumed run": {step: row for step, row in resumed.items() if row != whole[step]},
+        "differences of the resumed run": {
+            step: row for step, row in resumed.items() if row != whole[step]
+        },
     }
 
 
@@ -168,7 +177,11 @@ def run(day: Day, name: str, step: Step, seconds: float) -> Figures:
         kill_tree(process.pid)
     if results[0].exists():
         return json.loads(results[0].read_text())
-    reason = f"stopped after {seconds:.0f} s" if is_late else f"it ended with status {processes[0].exitcode}"
+    reason = (
+        f"stopped after {seconds:.0f} s"
+        if is_late
+        else f"it ended with status {processes[0].exitcode}"
+    )
     return {"error": f"{reason}; see log.txt"}
 
 

@@ -108,7 +108,9 @@ def load(day: Day, kind: str) -> Figures:
 
 
 def run_script(
-    arguments: Sequence[str], callbacks: Sequence[TrainerCallback] = (), script: str = "recipes/sft.py"
+    arguments: Sequence[str],
+    callbacks: Sequence[TrainerCallback] = (),
+    script: str = "recipes/sft.py",
 ) -> None:
     """Run recipes/sft.py or `trl sft` in this process, with more callbacks."""
     trainer.DEFAULT_CALLBACKS.extend(callbacks)
@@ -120,7 +122,9 @@ def run_script(
         runpy.run_path(str(ROOT / script))["main"](parse_arguments(list(arguments)))
 
 
-def train(day: Day, model: str, name: str, settings: Mapping[str, Any], script: str = "recipes/sft.py") -> Figures:
+def train(
+    day: Day, model: str, name: str, settings: Mapping[str, Any], script: str = "recipes/sft.py"
+) -> Figures:
     """Time the steps of a run, and compare the device's peak with the planner's prediction."""
     stopwatch = Stopwatch()
     started = time.perf_counter()
@@ -142,7 +146,9 @@ def train(day: Day, model: str, name: str, settings: Mapping[str, Any], script: 
 class SaveWatch(TrainerCallback):
     """Asks for two saves, times the steps around them, and then kills this process."""
 
-    def __init__(self, output: Path, num_steps: int, spans: dict[str, list[float]], facts: Figures) -> None:
+    def __init__(
+        self, output: Path, num_steps: int, spans: dict[str, list[float]], facts: Figures
+    ) -> None:
         self._num_steps = num_steps
         self._output = output
         self._spans = spans
@@ -277,7 +283,9 @@ def train_exactly(day: Day, run: str, is_killed: bool) -> Figures:
     output = day.output(run)
     if distributed.world_size() > 1 and torch.accelerator.is_available():
         # Two ranks on one accelerator need gloo, which cannot send what is on an accelerator.
-        hf_fsdp_recipes.load_model = lambda *args, **kwargs: load_model(*args, **kwargs, source="direct")
+        hf_fsdp_recipes.load_model = lambda *args, **kwargs: load_model(
+            *args, **kwargs, source="direct"
+        )
 
     class Killer(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -318,7 +326,14 @@ def command(day: Day) -> Figures:
     words = [sys.executable, "-m", "hf_fsdp_recipes.cli", "sft"]
     words += ["--accelerate_config", template, "--num_processes", "1", "--main_process_port", "0"]
     words += day.arguments("1b", "command", settings)
-    of_a_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    of_a_rank = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     environment = {
         key: value
         for key, value in os.environ.items()

@@ -74,7 +74,9 @@ class Stopwatch(TrainerCallback):
         self.figures["step s, fastest and slowest"] = [min(step_seconds), max(step_seconds)]
         self.figures["tokens a step"] = num_tokens / len(step_seconds)
         self.figures["tokens/s"] = num_tokens / seconds
-        self.figures["tokens/s in the median step"] = num_tokens / len(step_seconds) / statistics.median(step_seconds)
+        self.figures["tokens/s in the median step"] = (
+            num_tokens / len(step_seconds) / statistics.median(step_seconds)
+        )
         if torch.cuda.is_available():
             peak = flops.find_peak_flops(self._device.get_device_name(), "bfloat16")
             used = self._flops.training(num_tokens, last[2] - first[2])

@@ -46,7 +46,14 @@ def draw_storage(axes: Axes, name: str, subtitle: str, num_shards: tuple[int, in
     for node in range(2):
         left = 0.05 + node * 5.4
         axes.add_patch(
-            FancyBboxPatch((left, -0.55), 5.0, 3.75, boxstyle="round,pad=0,rounding_size=0.25", fc="none", ec="#C4C4C4")
+            FancyBboxPatch(
+                (left, -0.55),
+                5.0,
+                3.75,
+                boxstyle="round,pad=0,rounding_size=0.25",
+                fc="none",
+                ec="#C4C4C4",
+            )
         )
         axes.text(left + 2.5, -1.2, f"node {node}", ha="center", fontsize=8.4, color=MUTED)
     for gpu in range(NUM_GPUS):
@@ -75,8 +82,12 @@ def draw_schedule(axes: Axes) -> None:
 
     def block(row: str, span: tuple[float, float], label: str, color: str) -> None:
         bottom = 1.2 if row == COMPUTE else 0.1
-        axes.add_patch(Rectangle((span[0], bottom), span[1] - span[0], 0.9, fc=color, ec="white", lw=1.5))
-        axes.text(sum(span) / 2, bottom + 0.43, label, ha="center", va="center", fontsize=8.3, color=INK)
+        axes.add_patch(
+            Rectangle((span[0], bottom), span[1] - span[0], 0.9, fc=color, ec="white", lw=1.5)
+        )
+        axes.text(
+            sum(span) / 2, bottom + 0.43, label, ha="center", va="center", fontsize=8.3, color=INK
+        )
 
     for unit in range(NUM_UNITS):
         block(COMPUTE, FORWARD[unit], f"F{unit + 1}", ACTIVATIONS)
@@ -138,7 +149,15 @@ def draw_memory(axes: Axes) -> None:
         (valley, -0.055, "white", "valley: what remains between steps"),
     ):
         axes.axhline(height, color=INK, lw=0.9, ls=(0, (4, 3)))
-        axes.text(END - 0.1, height + top * offset, text, ha="right", fontsize=9.5, fontweight="bold", color=color)
+        axes.text(
+            END - 0.1,
+            height + top * offset,
+            text,
+            ha="right",
+            fontsize=9.5,
+            fontweight="bold",
+            color=color,
+        )
     for span, text in (((1, 5), "forward"), ((5, 13), "backward"), (OPTIMIZER_STEP, "optimizer")):
         axes.text(sum(span) / 2, -top * 0.075, text, ha="center", fontsize=9, color=INK)
         for edge in span:
@@ -149,14 +168,24 @@ def draw_memory(axes: Axes) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles, labels, loc="upper left", ncols=5, fontsize=9, frameon=False, handlelength=1.2)
+    axes.legend(
+        handles, labels, loc="upper left", ncols=5, fontsize=9, frameon=False, handlelength=1.2
+    )
 
 
 def main() -> None:
     """Write the picture next to this script."""
     figure = plt.figure(figsize=(11, 8.0))
     grid = figure.add_gridspec(
-        3, 4, height_ratios=(1.8, 0.75, 3.0), hspace=0.14, wspace=0.12, left=0.075, right=0.985, top=0.925, bottom=0.05
+        3,
+        4,
+        height_ratios=(1.8, 0.75, 3.0),
+        hspace=0.14,
+        wspace=0.12,
+        left=0.075,
+        right=0.985,
+        top=0.925,
+        bottom=0.05,
     )
     for column, strategy in enumerate(STRATEGIES):
         draw_storage(figure.add_subplot(grid[0, column]), *strategy)

@@ -30,7 +30,11 @@ MANIFEST = "manifest.json"
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """Return all directories named `checkpoint-<step>`, complete or not. The latest step comes first."""
-    found = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    found = [
+        path
+        for path in output_dir.glob("checkpoint-*")
+        if re.fullmatch(r"checkpoint-\d+", path.name)
+    ]
     return sorted((path for path in found if path.is_dir()), key=step_of, reverse=True)
 
 
@@ -86,14 +90,23 @@ class RunDirectory:
                     shutil.rmtree(leftover, ignore_errors=True)
                     lock.close()
                 elif leftover == self.workspace:
-                    raise CheckpointError(f"another process still runs this run in {self.output_dir}. End it first.")
+                    raise CheckpointError(
+                        f"another process still runs this run in {self.output_dir}. End it first."
+                    )
         self.workspace.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.workspace)
         for path in list_checkpoints(self.output_dir):
-            if step_of(path) > resumed_step:  # otherwise the next resume would take it as the latest checkpoint
+            if (
+                step_of(path) > resumed_step
+            ):  # otherwise the next resume would take it as the latest checkpoint
                 aside = self.output_dir / f"_set-aside-{time.time_ns()}-{path.name}"
                 path.rename(aside)
-                logger.warning("training continues at step %d, so %s is renamed to %s", resumed_step, path, aside.name)
+                logger.warning(
+                    "training continues at step %d, so %s is renamed to %s",
+                    resumed_step,
+                    path,
+                    aside.name,
+                )
 
     def close(self) -> None:
         """Delete the workspace and unlock the directory."""
@@ -105,18 +118,30 @@ class RunDirectory:
         """Add the manifest to a fully written checkpoint, flush the checkpoint to disk, and give it its final name."""
         for name, facts in manifest["files"].items():
             if (written / name).stat().st_size != facts["bytes"]:
-                raise CheckpointError(f"{written / name} differs from what was written. Do all nodes share output_dir?")
+                raise CheckpointError(
+                    f"{written / name} differs from what was written. Do all nodes share output_dir?"
+                )
         entries = {"run": self.run, **manifest}
         (written / MANIFEST).write_text(json.dumps({**entries, "xxh3": _hash(entries)}, indent=1))
-        for path in [written / MANIFEST, written, *(path for path in written.rglob("*") if path.is_dir())]:
+        for path in [
+            written / MANIFEST,
+            written,
+            *(path for path in written.rglob("*") if path.is_dir()),
+        ]:
             sync(path)
         final.parent.mkdir(parents=True, exist_ok=True)
-        replaced = final.with_name(final.name.replace("-", "-0"))  # still a checkpoint's name, so a kill loses nothing
+        replaced = final.with_name(
+            final.name.replace("-", "-0")
+        )  # still a checkpoint's name, so a kill loses nothing
         while final.exists():
-            if self._is_own(final):  # this step is already saved; Trainer may save it again when the epoch ends
+            if self._is_own(
+                final
+            ):  # this step is already saved; Trainer may save it again when the epoch ends
                 final.rename(replaced)
                 break
-            for path in final.iterdir():  # another callback has written files to this directory in on_save
+            for (
+                path
+            ) in final.iterdir():  # another callback has written files to this directory in on_save
                 path.rename(written / path.name)
             with contextlib.suppress(OSError):  # rmdir fails if another file has just been written
                 final.rmdir()
@@ -129,12 +154,16 @@ class RunDirectory:
         """Delete this run's oldest checkpoints until `keep` are left. Never delete the latest one or those in `protected`."""
         own = [path for path in list_checkpoints(directory) if self._is_own(path)]
         num_extra = len(own) - keep if keep else 0
-        for path in [path for path in own[:0:-1] if str(path) not in protected][: max(0, num_extra)]:
+        for path in [path for path in own[:0:-1] if str(path) not in protected][
+            : max(0, num_extra)
+        ]:
             self._delete(path)
 
     def _delete(self, checkpoint: Path) -> None:
         doomed = self.workspace / f"delete-{checkpoint.name}"
-        checkpoint.rename(doomed)  # a kill during the deletion must not leave a partial `checkpoint-<step>`
+        checkpoint.rename(
+            doomed
+        )  # a kill during the deletion must not leave a partial `checkpoint-<step>`
         shutil.rmtree(doomed, ignore_errors=True)
 
     def _is_own(self, checkpoint: Path) -> bool:
@@ -166,5 +195,9 @@ def _lock(directory: Path) -> Any:
         stream.close()
         return None
     except OSError as error:
-        logger.warning("%s cannot be locked: %s. Start only one run in this directory at a time.", directory, error)
+        logger.warning(
+            "%s cannot be locked: %s. Start only one run in this directory at a time.",
+            directory,
+            error,
+        )
     return stream

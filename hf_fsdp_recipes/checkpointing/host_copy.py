@@ -23,7 +23,9 @@ USED_SHARE = 0.95  # of the memory that is left
 REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all CUDA contexts
 PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
-TensorPath: TypeAlias = tuple[Any, ...]  # the keys and indices that lead to a tensor in a nested state
+TensorPath: TypeAlias = tuple[
+    Any, ...
+]  # the keys and indices that lead to a tensor in a nested state
 Layout: TypeAlias = dict[TensorPath, tuple[Any, ...]]  # forms of tensors, by path
 
 
@@ -116,7 +118,9 @@ class HostCopy:
         if not error:
             self._pinned.add(address)
             return
-        logger.warning("host memory cannot be pinned (CUDA error %d), so saves copy more slowly", error)
+        logger.warning(
+            "host memory cannot be pinned (CUDA error %d), so saves copy more slowly", error
+        )
         self._can_pin = False
         # CUDA raises the error again in the next kernel, whatever that computes.
         with contextlib.suppress(RuntimeError):
@@ -151,7 +155,9 @@ class Originals:
                 self.local_parts[path] = local_part(tensor)
                 self.layout[path] = describe_form(tensor)
         self.num_bytes = sum(local.nbytes for local in self.local_parts.values())
-        self.is_on_accelerator = any(local.device.type != "cpu" for local in self.local_parts.values())
+        self.is_on_accelerator = any(
+            local.device.type != "cpu" for local in self.local_parts.values()
+        )
 
     def synchronize(self) -> None:
         """Wait for the accelerator, if the state is on one."""

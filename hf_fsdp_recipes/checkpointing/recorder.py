@@ -34,10 +34,14 @@ def redirected(trainer: Any, directory: Path) -> Iterator[dict[str, State]]:
             stack.enter_context(mock.patch.object(owner, name, value))
 
         swap(trainer, "_get_output_dir", lambda trial: str(directory))
-        swap(trainer, "_push_from_checkpoint", lambda folder: None)  # the push follows when the checkpoint is complete
+        swap(
+            trainer, "_push_from_checkpoint", lambda folder: None
+        )  # the push follows when the checkpoint is complete
         swap(dcp, "save", record)
         if is_sharded:
-            swap(plugin.state_dict_config, "offload_to_cpu", False)  # otherwise this thread would copy the state now
+            swap(
+                plugin.state_dict_config, "offload_to_cpu", False
+            )  # otherwise this thread would copy the state now
         yield parts
     if is_sharded and not parts:
         raise CheckpointError(

@@ -47,8 +47,12 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     """
     is_connected = distributed.is_distributed()
     rank, world_size = (distributed.rank(), distributed.world_size()) if is_connected else (0, 1)
-    for checkpoint in distributed.from_main(list_checkpoints(Path(output_dir)) if rank == 0 else []):
-        damage = next(filter(None, distributed.gather(find_damage(checkpoint, rank, world_size))), None)
+    for checkpoint in distributed.from_main(
+        list_checkpoints(Path(output_dir)) if rank == 0 else []
+    ):
+        damage = next(
+            filter(None, distributed.gather(find_damage(checkpoint, rank, world_size))), None
+        )
         if damage is None:
             return str(checkpoint)
         if rank == 0:
@@ -64,7 +68,11 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[s
     Raises:
         CheckpointError: no number of accumulation steps gives the same global batch.
     """
-    wanted = None if checkpoint is None else (read_manifest(Path(checkpoint)) or {}).get("global_batch_size")
+    wanted = (
+        None
+        if checkpoint is None
+        else (read_manifest(Path(checkpoint)) or {}).get("global_batch_size")
+    )
     if wanted is None:
         return
     rows_per_pass = args.train_batch_size * args.world_size
@@ -78,11 +86,15 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[s
     args.gradient_accumulation_steps = steps
 
 
-def find_damage(checkpoint: Path, part: int = 0, num_parts: int = 1, prefix: str = "") -> str | None:
+def find_damage(
+    checkpoint: Path, part: int = 0, num_parts: int = 1, prefix: str = ""
+) -> str | None:
     """Check one part of the files whose names begin with `prefix`. Return what is wrong with them, or None if they are intact."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        has_weights = any(checkpoint.glob("*.safetensors")) and not any(checkpoint.rglob("*.distcp"))
+        has_weights = any(checkpoint.glob("*.safetensors")) and not any(
+            checkpoint.rglob("*.distcp")
+        )
         if has_weights and (checkpoint / "trainer_state.json").is_file():
             return None  # Trainer wrote this checkpoint without FSDP
         return "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it"
@@ -110,14 +122,19 @@ def check_pickles(directory: Path) -> None:
     DCP unpickles two things without restrictions: `.metadata`, and all entries that are not tensors, such as the learning rate.
     Tensors and Trainer's own files are read with `weights_only=True`.
     """
-    for path in {directory / ".metadata", *directory.glob("*.metadata")}:  # DCP also reads `__<rank>.metadata`
+    for path in {
+        directory / ".metadata",
+        *directory.glob("*.metadata"),
+    }:  # DCP also reads `__<rank>.metadata`
         with path.open("rb") as stream:
             metadata = _MetadataUnpickler(stream).load()
         for index, info in dict.items(metadata.storage_data):
             if type(metadata.state_dict_metadata[index.fqn]) is TensorStorageMetadata:
                 continue
             if info.relative_path != Path(info.relative_path).name or info.transform_descriptors:
-                raise pickle.UnpicklingError(f"it refers to {info.relative_path}, which torch does not write there")
+                raise pickle.UnpicklingError(
+                    f"it refers to {info.relative_path}, which torch does not write there"
+                )
             with (directory / info.relative_path).open("rb") as stream:
                 stream.seek(info.offset)
                 torch.load(io.BytesIO(stream.read(info.length)), weights_only=True)
@@ -128,4 +145,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _ALLOWED.get(module, "").split():
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which torch does not write there")
+        raise pickle.UnpicklingError(
+            f"it refers to {module}.{name}, which torch does not write there"
+        )

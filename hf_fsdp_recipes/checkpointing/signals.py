@@ -29,7 +29,9 @@ class StepFlags:
         self._flags, self._work = torch.zeros(2, dtype=torch.int32), None
         self._previous: dict[signal.Signals, Any] = {}
         if listen and threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._record) for number in STOP_SIGNALS}
+            self._previous = {
+                number: signal.signal(number, self._record) for number in STOP_SIGNALS
+            }
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
@@ -39,7 +41,9 @@ class StepFlags:
         """Start the exchange. Collective."""
         self._flags = torch.tensor([self._signal, has_failed], dtype=torch.int32)
         if self._group is not None:
-            self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._work = dist.all_reduce(
+                self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+            )
 
     def finish(self) -> tuple[int, bool]:
         """Return the signal that any rank got, or 0 if none did, and whether any rank's save has failed. Collective."""

@@ -94,7 +94,9 @@ class Writer:
     def _is_refused(self, obstacle: str | None) -> bool:
         """Return whether any rank has an obstacle, and name the first one. Collective."""
         is_refused = torch.tensor([obstacle is not None], dtype=torch.int32)
-        dist.all_reduce(is_refused, dist.ReduceOp.MAX, self._group)  # one operation; `gather` takes two
+        dist.all_reduce(
+            is_refused, dist.ReduceOp.MAX, self._group
+        )  # one operation; `gather` takes two
         if not is_refused:
             return False
         first = next(filter(None, distributed.gather(obstacle, self._group)))
@@ -105,7 +107,11 @@ class Writer:
     @property
     def has_failed(self) -> bool:
         """Whether a save has ended with an error that `wait` has not returned yet. Not a collective."""
-        return self._written is not None and self._written.done() and self._written.exception() is not None
+        return (
+            self._written is not None
+            and self._written.done()
+            and self._written.exception() is not None
+        )
 
     def wait(self) -> str | None:
         """Wait for the save in flight. Return its error, or None if it succeeded or no save is in flight. Collective."""
@@ -132,11 +138,19 @@ class Writer:
             gathered = distributed.gather(files, self._group)
             with distributed.agreed(self._group):
                 if distributed.is_main():
-                    everything = {name: facts for of_rank in gathered for name, facts in sorted(of_rank.items())}
-                    self._directory.publish(save.written, save.final, {**save.facts, "files": everything})
+                    everything = {
+                        name: facts
+                        for of_rank in gathered
+                        for name, facts in sorted(of_rank.items())
+                    }
+                    self._directory.publish(
+                        save.written, save.final, {**save.facts, "files": everything}
+                    )
         except Exception:
             wait([checked])  # it may still read the state
-            if distributed.is_main():  # every rank has stopped writing, because the ranks agree on errors
+            if (
+                distributed.is_main()
+            ):  # every rank has stopped writing, because the ranks agree on errors
                 shutil.rmtree(save.written, ignore_errors=True)
             raise
         if distributed.is_main():
@@ -145,12 +159,20 @@ class Writer:
     def _write_part(self, folder: Path, state: State) -> dict[str, FileFacts]:
         """Write one part of the sharded state. Return size and hash of this rank's files."""
         writer = HashingWriter(folder)
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # a rank sends its plan only when it changes
-        planner._cached_plans_key = folder.name  # otherwise, all folders would share one cached plan
+        planner = dcp.DefaultSavePlanner(
+            enable_plan_caching=True
+        )  # a rank sends its plan only when it changes
+        planner._cached_plans_key = (
+            folder.name
+        )  # otherwise, all folders would share one cached plan
         try:
             with config.patch("save.compute_crc32", False):  # the manifest's hashes replace the CRC
-                dcp.save(dict(state), storage_writer=writer, planner=planner, process_group=self._group)
-        except dcp.CheckpointException as error:  # not a subclass of Exception; the same on every rank
+                dcp.save(
+                    dict(state), storage_writer=writer, planner=planner, process_group=self._group
+                )
+        except (
+            dcp.CheckpointException
+        ) as error:  # not a subclass of Exception; the same on every rank
             first = next(iter(error.failures.values()), (error, None))[0]
             raise CheckpointError(describe(first)) from error
         return {f"{folder.name}/{name}": facts for name, facts in writer.files.items()}
@@ -175,4 +197,6 @@ def check_finite(parts: Mapping[str, State]) -> None:
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has neither NaN nor infinity. Float8 tensors are not checked and count as finite."""
     is_checked = tensor.numel() and tensor.is_floating_point() and tensor.itemsize > 1
-    return not is_checked or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())  # aminmax propagates NaN
+    return not is_checked or bool(
+        torch.stack(torch.aminmax(tensor)).isfinite().all()
+    )  # aminmax propagates NaN

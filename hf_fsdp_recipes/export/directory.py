@@ -42,14 +42,20 @@ def _start(temporary: Path) -> None:
 def _finish(temporary: Path, output_dir: Path) -> Path:
     for path in (*temporary.rglob("*"), temporary):
         sync(path)
-    numbered = (output_dir.with_name(f"{output_dir.name}-{number}") for number in itertools.count(1))
-    final = next(path for path in itertools.chain([output_dir], numbered) if not os.path.lexists(path))
+    numbered = (
+        output_dir.with_name(f"{output_dir.name}-{number}") for number in itertools.count(1)
+    )
+    final = next(
+        path for path in itertools.chain([output_dir], numbered) if not os.path.lexists(path)
+    )
     temporary.rename(final)
     sync(final.parent)
     return final
 
 
-def write_configs(directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+def write_configs(
+    directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = None
+) -> None:
     """Write the configs that `save_pretrained` writes next to the weights. Rank 0 only.
 
     `dtype` is the dtype of the weight files. If it is None, the config's `dtype` stays as it is.
@@ -67,7 +73,9 @@ def write_configs(directory: Path, model: PreTrainedModel, dtype: torch.dtype | 
 def write_index(directory: Path, model: PreTrainedModel, split: StateDictSplit) -> None:
     """Write the index, which names the file of each tensor. Rank 0 only."""
     metadata = {"total_parameters": model.num_parameters(), **split.metadata}
-    index = json.dumps({"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True)
+    index = json.dumps(
+        {"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True
+    )
     (directory / "model.safetensors.index.json").write_text(index + "\n")
 
 

@@ -29,7 +29,9 @@ from hf_fsdp_recipes.export.sources import Source, on_meta
 from hf_fsdp_recipes.export.steps import Plan, Step, Tensors, copy_step, plan_in_file_format
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 
-MODEL_FOLDER = "pytorch_model_fsdp_0"  # Accelerate's name for the folder of sharded weights in a checkpoint
+MODEL_FOLDER = (
+    "pytorch_model_fsdp_0"  # Accelerate's name for the folder of sharded weights in a checkpoint
+)
 PathLike = str | os.PathLike[str]
 
 
@@ -108,24 +110,46 @@ def export_checkpoint(
     """
     checkpoint, output_dir, dtype = Path(checkpoint_dir), Path(output_dir), parse_dtype(dtype)
     if not checkpoint.is_dir():
-        raise ExportError(f"{checkpoint} is no directory. `hf-fsdp checkpoints {checkpoint.parent}` lists a run's.")
+        raise ExportError(
+            f"{checkpoint} is no directory. `hf-fsdp checkpoints {checkpoint.parent}` lists a run's."
+        )
     if found := list_checkpoints(checkpoint):
-        raise ExportError(f"{checkpoint} is the directory of a run. Export one of its checkpoints, such as {found[0]}.")
-    sharded = next((path for path in (checkpoint / MODEL_FOLDER, checkpoint) if (path / ".metadata").is_file()), None)
-    held = sources.from_files(Checkpoint(checkpoint)) if sharded is None else sources.from_checkpoint(sharded)
+        raise ExportError(
+            f"{checkpoint} is the directory of a run. Export one of its checkpoints, such as {found[0]}."
+        )
+    sharded = next(
+        (
+            path
+            for path in (checkpoint / MODEL_FOLDER, checkpoint)
+            if (path / ".metadata").is_file()
+        ),
+        None,
+    )
+    held = (
+        sources.from_files(Checkpoint(checkpoint))
+        if sharded is None
+        else sources.from_checkpoint(sharded)
+    )
     has_adapter = (checkpoint / "adapter_config.json").is_file()
     config = PeftConfig.from_pretrained(os.fspath(checkpoint)) if has_adapter else None
     if config is None and any(".lora_" in name for name in held):
-        raise ExportError(f"{checkpoint} has no adapter_config.json. Copy it there from the run's export.")
+        raise ExportError(
+            f"{checkpoint} has no adapter_config.json. Copy it there from the run's export."
+        )
     name = base_model or (config.base_model_name_or_path if config is not None else checkpoint)
-    shell, save_tokenizer = shells.load_on_meta(name), functools.partial(_save_tokenizer_of, [checkpoint, name])
+    shell, save_tokenizer = (
+        shells.load_on_meta(name),
+        functools.partial(_save_tokenizer_of, [checkpoint, name]),
+    )
     if config is None:
         plan = _plan_full(shell, shell, held, dtype)
         return _export_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
     adapted, base_names = shells.adapt(shell, config, "default")
     stored = shells.match_adapter(adapted, adapted.state_dict(), "default")
     if differing := sorted(stored.keys() ^ held.keys()):
-        raise ExportError(f"{checkpoint} does not fit its adapter_config.json and {name}: {differing[:3]}.")
+        raise ExportError(
+            f"{checkpoint} does not fit its adapter_config.json and {name}: {differing[:3]}."
+        )
     held = {stored[key]: source for key, source in held.items()}
     if not merge_adapter:
         return _export_adapter(adapted, held, output_dir, dtype, save_tokenizer)
@@ -137,7 +161,9 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return `dtype` as a torch.dtype or None. Raise an ExportError if it is no floating-point dtype. Not a collective."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ExportError(f"{dtype!r} is no floating-point dtype. Use float32, bfloat16 or float16.")
+        raise ExportError(
+            f"{dtype!r} is no floating-point dtype. Use float32, bfloat16 or float16."
+        )
     return found
 
 
@@ -149,7 +175,10 @@ def _save_tokenizer_of(names: list[PathLike], target: Path) -> None:
 
 
 def _plan_full(
-    shell: PreTrainedModel, owner: PreTrainedModel, held: Mapping[str, Source], dtype: torch.dtype | None
+    shell: PreTrainedModel,
+    owner: PreTrainedModel,
+    held: Mapping[str, Source],
+    dtype: torch.dtype | None,
 ) -> Plan:
     """Return a plan that writes all weights of a model. `owner` knows which weights are tied, and may be `shell` itself."""
     ignored = set(shell._keys_to_ignore_on_save or ())
@@ -157,8 +186,13 @@ def _plan_full(
     kept = remove_tied_weights_from_state_dict(dict(state), owner)
     wrong = [name for name in kept if name not in held or held[name].meta.shape != kept[name].shape]
     if wrong := wrong + sorted(held.keys() - state.keys() - ignored):
-        raise ExportError(f"the weights do not fit the config of {type(shell).__name__}: {wrong[:3]}.")
-    steps = [copy_step(name, on_meta(held[name].meta.shape, held[name].meta.dtype, dtype), name) for name in kept]
+        raise ExportError(
+            f"the weights do not fit the config of {type(shell).__name__}: {wrong[:3]}."
+        )
+    steps = [
+        copy_step(name, on_meta(held[name].meta.shape, held[name].meta.dtype, dtype), name)
+        for name in kept
+    ]
     return plan_in_file_format(shell, kept, steps, held)
 
 
@@ -172,7 +206,9 @@ def _export_adapter(
     """Gather the adapter on rank 0. Rank 0 writes the adapter with PEFT's own `save_pretrained`. Collective."""
     adapter = model.active_adapter
     with distributed.agreed():
-        stored = shells.match_adapter(model, {name: source.meta for name, source in held.items()}, adapter)
+        stored = shells.match_adapter(
+            model, {name: source.meta for name, source in held.items()}, adapter
+        )
     names = distributed.from_main(sorted(set(stored.values())))
 
     def write(target: Path) -> None:
@@ -180,14 +216,20 @@ def _export_adapter(
         for name in names:
             source = held[name]
             is_needed = source.is_collective or distributed.is_main()
-            tensor = source.read(0, torch.empty(source.meta.nbytes, dtype=torch.uint8)) if is_needed else None
+            tensor = (
+                source.read(0, torch.empty(source.meta.nbytes, dtype=torch.uint8))
+                if is_needed
+                else None
+            )
             if tensor is not None and distributed.is_main():
                 state[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else None)
         with distributed.agreed():
             if distributed.is_main():
                 for name, tensor in state.items():
                     check_finite(name, tensor)
-                model.save_pretrained(os.fspath(target), state_dict=state, selected_adapters=[adapter])
+                model.save_pretrained(
+                    os.fspath(target), state_dict=state, selected_adapters=[adapter]
+                )
                 save_tokenizer(target)
 
     return directory.create(output_dir, write)
@@ -203,12 +245,17 @@ def _export_weights(
     """Write the weights, the configs and the tokenizer. Collective."""
     split = split_state_dict_into_shards_factory(
         plan.outputs,
-        get_storage_id=lambda value: StorageWeakRef(value.untyped_storage()),  # views of one tensor stay in one file
+        get_storage_id=lambda value: StorageWeakRef(
+            value.untyped_storage()
+        ),  # views of one tensor stay in one file
         get_storage_size=lambda value: value.untyped_storage().nbytes(),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-    files = {file: {name: plan.outputs[name] for name in names} for file, names in split.filename_to_tensors.items()}
+    files = {
+        file: {name: plan.outputs[name] for name in names}
+        for file, names in split.filename_to_tensors.items()
+    }
     dtype = next(value.dtype for value in plan.outputs.values() if value.is_floating_point())
 
     def write(target: Path) -> None:
@@ -227,20 +274,30 @@ def _export_weights(
 def _write_files(plan: Plan, files: Mapping[str, Tensors], target: Path) -> None:
     """Write all files. Collective. After an error, the remaining tensors are still gathered but not written."""
     # Only the ranks on rank 0's node write, because the other nodes may not share this node's disk.
-    num_writers = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if distributed.is_distributed() else 1
+    num_writers = (
+        int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if distributed.is_distributed() else 1
+    )
     rank_of = {file: number % num_writers for number, file in enumerate(files)}
     own = {file: tensors for file, tensors in files.items() if rank_of[file] == distributed.rank()}
     file_writer = FileWriter(target, own)
     # One half of this memory is filled while the other half is written. The kernel would clear new memory first, which is slow.
-    sizes = {name: -(-source.meta.nbytes // 64) * 64 for name, source in plan.sources.items()}  # aligned
+    sizes = {
+        name: -(-source.meta.nbytes // 64) * 64 for name, source in plan.sources.items()
+    }  # aligned
     largest = max(sum(sizes[name] for name in step.inputs) for step in plan.steps)
     memories = itertools.cycle(torch.empty(2, largest, dtype=torch.uint8))
-    turns = _in_turns(plan.steps, {name: rank_of[file] for file, names in files.items() for name in names})
-    for rank, step in logging.tqdm(turns, desc="Exporting weights", disable=not distributed.is_main()):
+    turns = _in_turns(
+        plan.steps, {name: rank_of[file] for file, names in files.items() for name in names}
+    )
+    for rank, step in logging.tqdm(
+        turns, desc="Exporting weights", disable=not distributed.is_main()
+    ):
         tensors, memory = {}, next(memories) if rank == distributed.rank() else torch.empty(0)
         for name in step.inputs:
             source = plan.sources[name]
-            with file_writer.recording_errors():  # after an error, this rank still helps to gather tensors
+            with (
+                file_writer.recording_errors()
+            ):  # after an error, this rank still helps to gather tensors
                 if source.is_collective or rank == distributed.rank():
                     tensors[name] = source.read(rank, memory)
             memory = memory[sizes[name] :]
@@ -254,9 +311,13 @@ def _write_files(plan: Plan, files: Mapping[str, Tensors], target: Path) -> None
 def _in_turns(steps: list[Step], rank_of: Mapping[str, int]) -> list[tuple[int, Step]]:
     """Return (rank, step) pairs: which rank writes which step. They are sorted so that all ranks write in parallel."""
     turns: list[tuple[int, int, int, Step]] = []
-    written = Counter[int]()  # {rank: bytes of its turns so far}; the turns are sorted by these bytes
+    written = Counter[
+        int
+    ]()  # {rank: bytes of its turns so far}; the turns are sorted by these bytes
     for step in steps:
         for rank in dict.fromkeys(rank_of[name] for name in step.outputs):
             turns.append((written[rank], len(turns), rank, step))
-            written[rank] += sum(value.nbytes for name, value in step.outputs.items() if rank_of[name] == rank)
+            written[rank] += sum(
+                value.nbytes for name, value in step.outputs.items() if rank_of[name] == rank
+            )
     return [(rank, step) for *_, rank, step in sorted(turns, key=lambda turn: turn[:2])]

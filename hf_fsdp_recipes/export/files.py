@@ -16,7 +16,9 @@ from hf_fsdp_recipes.checkpointing.writer import is_finite
 from hf_fsdp_recipes.errors import ExportError, describe
 
 DTYPES = {**str_to_torch_dtype, "C64": torch.complex64}  # {name in safetensors files: dtype}
-IN_FLIGHT = 1  # maximum number of export steps that wait or are written while the next step is gathered
+IN_FLIGHT = (
+    1  # maximum number of export steps that wait or are written while the next step is gathered
+)
 
 
 def make_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
@@ -27,10 +29,16 @@ def make_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, i
     for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
         value, offsets[name] = tensors[name], end
         end += value.nbytes
-        header[name] = {"dtype": dtypes[value.dtype], "shape": list(value.shape), "data_offsets": [offsets[name], end]}
+        header[name] = {
+            "dtype": dtypes[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [offsets[name], end],
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + at for name, at in offsets.items()}
+    return len(text).to_bytes(8, "little") + text, {
+        name: 8 + len(text) + at for name, at in offsets.items()
+    }
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
@@ -49,8 +57,12 @@ class FileWriter:
 
     def __init__(self, directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self._directory, self._files = directory, files
-        self._left = {name: file for file, tensors in files.items() for name in tensors}  # tensors not written yet
-        self._open: dict[str, tuple[BinaryIO, dict[str, int]]] = {}  # open files, with positions of missing tensors
+        self._left = {
+            name: file for file, tensors in files.items() for name in tensors
+        }  # tensors not written yet
+        self._open: dict[
+            str, tuple[BinaryIO, dict[str, int]]
+        ] = {}  # open files, with positions of missing tensors
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._pending: deque[Future[None]] = deque()
         self._error: Exception | None = None
@@ -73,7 +85,9 @@ class FileWriter:
         if self._error is not None:
             raise self._error
         if self._left:
-            raise ExportError(f"{sorted(self._left)[:3]} were not written. Please report this as a bug.")
+            raise ExportError(
+                f"{sorted(self._left)[:3]} were not written. Please report this as a bug."
+            )
 
     @contextlib.contextmanager
     def recording_errors(self) -> Iterator[None]:
@@ -81,7 +95,9 @@ class FileWriter:
         try:
             yield
         except OSError as error:
-            self._error = self._error or ExportError(f"{self._directory} cannot be written: {describe(error)}.")
+            self._error = self._error or ExportError(
+                f"{self._directory} cannot be written: {describe(error)}."
+            )
         except Exception as error:
             self._error = self._error or error
 
@@ -96,7 +112,9 @@ class FileWriter:
     def _write(self, file: str, name: str, tensor: torch.Tensor) -> None:
         planned = self._files[file][name]
         if tensor.shape != planned.shape:
-            raise ExportError(f"{name} has shape {list(tensor.shape)}, not {list(planned.shape)} as planned.")
+            raise ExportError(
+                f"{name} has shape {list(tensor.shape)}, not {list(planned.shape)} as planned."
+            )
         tensor = tensor.to(planned.dtype)
         check_finite(name, tensor)
         if file not in self._open:
@@ -104,7 +122,10 @@ class FileWriter:
             self._open[file] = (self._directory / file).open("wb"), positions
             self._open[file][0].write(header)
         started, positions = self._open[file]
-        start, values = positions.pop(name), tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        start, values = (
+            positions.pop(name),
+            tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy(),
+        )
         started.seek(start)
         started.write(values)
         started.flush()

@@ -19,7 +19,9 @@ from hf_fsdp_recipes.errors import ExportError, describe
 from hf_fsdp_recipes.export.files import DTYPES
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 
-_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")  # names of wrapper modules
+_WRAPPERS = re.compile(
+    r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
+)  # names of wrapper modules
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,16 @@ class Source:
     meta: torch.Tensor  # a meta tensor with its shape and dtype
     # Takes a rank, and host memory in which the tensor may be returned. Other ranks may get None.
     read: Callable[[int, torch.Tensor], torch.Tensor | None]
-    is_collective: bool = False  # True: all ranks must call `read`. False: only the given rank needs to
+    is_collective: bool = (
+        False  # True: all ranks must call `read`. False: only the given rank needs to
+    )
 
 
 def on_meta(shape: torch.Size, held: torch.dtype, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a meta tensor of this shape. Its dtype is `held`, or `dtype` if that is given and `held` is floating-point."""
-    return torch.empty(shape, dtype=dtype if dtype is not None and held.is_floating_point else held, device="meta")
+    return torch.empty(
+        shape, dtype=dtype if dtype is not None and held.is_floating_point else held, device="meta"
+    )
 
 
 def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, Source]:
@@ -55,14 +61,18 @@ def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict
     return sources
 
 
-def _gather(value: torch.Tensor, dtype: torch.dtype, writer: int, memory: torch.Tensor) -> torch.Tensor | None:
+def _gather(
+    value: torch.Tensor, dtype: torch.dtype, writer: int, memory: torch.Tensor
+) -> torch.Tensor | None:
     """Return the full tensor on rank `writer`. Other ranks may get None. Collective if `value` is a DTensor."""
     value = value.to(dtype)
     if not isinstance(value, DTensor):
         return value
     mesh = value.device_mesh
     value = value.to(mesh.device_type)  # the shards may be offloaded to the CPU
-    replicas = mesh.mesh.reshape(-1, mesh.size(-1)).tolist()  # under HSDP, each row of the mesh is one replica
+    replicas = mesh.mesh.reshape(
+        -1, mesh.size(-1)
+    ).tolist()  # under HSDP, each row of the mesh is one replica
     ranks = next((row for row in replicas if writer in row), None)
     *outer, inner = value.placements
     is_sharded = inner == Shard(0) and all(placement.is_replicate() for placement in outer)
@@ -75,7 +85,9 @@ def _gather(value: torch.Tensor, dtype: torch.dtype, writer: int, memory: torch.
     if local.device.type != "cpu":  # its allocator reuses memory by itself
         memory = torch.empty(value.nbytes, dtype=torch.uint8, device=local.device)
     full = _view(memory, value)
-    parts = dict(zip(ranks, full.chunk(len(ranks)), strict=False))  # the last ranks may have no part
+    parts = dict(
+        zip(ranks, full.chunk(len(ranks)), strict=False)
+    )  # the last ranks may have no part
     requests = [dist.P2POp(dist.irecv, part, rank) for rank, part in parts.items() if rank != own]
     if own in parts:
         parts[own].copy_(local)
@@ -94,8 +106,12 @@ def _exchange(requests: list[dist.P2POp]) -> None:
 
 def from_checkpoint(directory: Path) -> dict[str, Source]:
     """Return the tensors of a torch DCP checkpoint. Names omit the top-level key `model` that Accelerate adds."""
-    if damage := (directory.parent / MANIFEST).is_file() and find_damage(directory.parent, prefix=directory.name):
-        raise ExportError(f"{directory.parent} cannot be exported: {damage}. Export another checkpoint.")
+    if damage := (directory.parent / MANIFEST).is_file() and find_damage(
+        directory.parent, prefix=directory.name
+    ):
+        raise ExportError(
+            f"{directory.parent} cannot be exported: {damage}. Export another checkpoint."
+        )
     try:
         check_pickles(directory)
     except Exception as error:  # a forged pickle can raise any error
@@ -103,18 +119,30 @@ def from_checkpoint(directory: Path) -> dict[str, Source]:
     reader = dcp.FileSystemReader(directory)
     reader.read_metadata = functools.cache(reader.read_metadata)  # read once, not for each tensor
     metadata = reader.read_metadata()
-    tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+    tensors = {
+        k: v
+        for k, v in metadata.state_dict_metadata.items()
+        if isinstance(v, TensorStorageMetadata)
+    }
     paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in tensors}
-    tops = {path[0] for path in paths.values() if len(path) > 1}  # {"model"}; empty for a plain state dict
+    tops = {
+        path[0] for path in paths.values() if len(path) > 1
+    }  # {"model"}; empty for a plain state dict
     top = "model" if "model" in tops else next(iter(tops), None)
-    names = {key: ".".join(map(str, path[1:])) if top else key for key, path in paths.items() if top in (None, path[0])}
+    names = {
+        key: ".".join(map(str, path[1:])) if top else key
+        for key, path in paths.items()
+        if top in (None, path[0])
+    }
 
     def read(key: str, meta: torch.Tensor, _: int, memory: torch.Tensor) -> torch.Tensor:
         tensor = _view(memory, meta)
         try:
             dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
         except dcp.CheckpointException as error:  # no subclass of Exception
-            raise ExportError(f"{key} of {directory} is unreadable: {describe(error.failures[0][0])}") from error
+            raise ExportError(
+                f"{key} of {directory} is unreadable: {describe(error.failures[0][0])}"
+            ) from error
         return tensor
 
     def source(key: str) -> Source:

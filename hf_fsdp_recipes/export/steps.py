@@ -45,11 +45,18 @@ def copy_step(name: str, meta: torch.Tensor, source: str) -> Step:
 def rename_outputs(step: Step, names: Mapping[str, str]) -> Step:
     """Return the same step with its outputs renamed. `names` maps old names to new names."""
     outputs = {names[name]: value for name, value in step.outputs.items()}
-    return Step(step.inputs, outputs, lambda tensors: {names[k]: v for k, v in step.compute(tensors).items()})
+    return Step(
+        step.inputs,
+        outputs,
+        lambda tensors: {names[k]: v for k, v in step.compute(tensors).items()},
+    )
 
 
 def plan_in_file_format(
-    model: PreTrainedModel, names: Iterable[str], steps: Iterable[Step], sources: Mapping[str, Source]
+    model: PreTrainedModel,
+    names: Iterable[str],
+    steps: Iterable[Step],
+    sources: Mapping[str, Source],
 ) -> Plan:
     """Return a plan that writes the parameters `names` in the format of `save_pretrained`. `steps` compute these parameters.
 
@@ -61,7 +68,9 @@ def plan_in_file_format(
     layers: dict[str, list[Step]] = defaultdict(list)
     for step in steps:
         first = next(iter(step.outputs))
-        layers["".join(re.findall(r"^.*?\.\d+\.", first))].append(step)  # the key is the name up to its first number
+        layers["".join(re.findall(r"^.*?\.\d+\.", first))].append(
+            step
+        )  # the key is the name up to its first number
     converted: list[Step] = []
     for layer in layers.values():
         together = []
@@ -71,7 +80,9 @@ def plan_in_file_format(
         if together and (joined := _convert(together, model, expected)) is not None:
             converted.append(joined)
     found = _outputs(converted)
-    if found.keys() != expected.keys() or sum(len(step.outputs) for step in converted) != len(found):
+    if found.keys() != expected.keys() or sum(len(step.outputs) for step in converted) != len(
+        found
+    ):
         missing = sorted(expected.keys() - found.keys())[:3]
         raise ExportError(
             f"transformers makes {missing} from several layers. Gather the model and use save_pretrained."
@@ -90,7 +101,9 @@ def _convert(steps: list[Step], model: PreTrainedModel, expected: Tensors) -> St
         outputs = revert_weight_conversion(model, _outputs(steps))
     except Exception:  # a conversion needs a tensor that these steps lack
         return None
-    if not all(name in expected and value.shape == expected[name].shape for name, value in outputs.items()):
+    if not all(
+        name in expected and value.shape == expected[name].shape for name, value in outputs.items()
+    ):
         return None
     return Step(tuple(name for step in steps for name in step.inputs), outputs, compute)
 

@@ -23,24 +23,38 @@ PIECE_SIZE = 2**16  # elements; a multiple of every block size
 logger = logging.getLogger(__name__)
 
 
-def replace_linears(model: PreTrainedModel, config: BitsAndBytesConfig, dtype: torch.dtype) -> HfQuantizer:
+def replace_linears(
+    model: PreTrainedModel, config: BitsAndBytesConfig, dtype: torch.dtype
+) -> HfQuantizer:
     """Replace the linear layers of a meta model with 4-bit layers, and return transformers' quantizer.
 
     The packed bytes are stored in the float dtype in which FSDP gathers parameters. FSDP would cast them if they were stored in
     another float dtype. They cannot be integers, because Accelerate does not shard integers.
     """
     if not getattr(config, "load_in_4bit", False):
-        raise LoadError("only 4-bit bitsandbytes weights can be sharded. Use BitsAndBytesConfig(load_in_4bit=True).")
+        raise LoadError(
+            "only 4-bit bitsandbytes weights can be sharded. Use BitsAndBytesConfig(load_in_4bit=True)."
+        )
     config = copy.deepcopy(config)
-    precision = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
-    config.bnb_4bit_quant_storage = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(precision), dtype)
+    precision = (
+        AcceleratorState().mixed_precision
+        if is_initialized()
+        else os.environ.get("ACCELERATE_MIXED_PRECISION")
+    )
+    config.bnb_4bit_quant_storage = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+        str(precision), dtype
+    )
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     quantizer.validate_environment(device_map=None)
     with local_torch_dtype(dtype):  # the new layers create their biases in torch's default dtype
         quantizer.preprocess_model(model=model, device_map={"": "cpu"}, checkpoint_files=None)
     experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     if experts:
-        logger.warning("bitsandbytes quantizes linear layers only: %s and other experts stay in %s", experts[0], dtype)
+        logger.warning(
+            "bitsandbytes quantizes linear layers only: %s and other experts stay in %s",
+            experts[0],
+            dtype,
+        )
     return quantizer
 
 
@@ -53,9 +67,14 @@ def pack_weights(model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.dt
             old = module.weight
             num_items = -(-old.numel() // 2) // old.quant_storage.itemsize
             packed = torch.empty((num_items, 1), dtype=old.quant_storage, device="meta")
-            kept = {name: getattr(old, name) for name in ("compress_statistics", "quant_type", "quant_storage")}
+            kept = {
+                name: getattr(old, name)
+                for name in ("compress_statistics", "quant_type", "quant_storage")
+            }
             module.unpacked_dtype, module.quant_options = dtype, kept
-            module.weight = Params4bit(nan_like(packed), requires_grad=False, bnb_quantized=True, **kept)
+            module.weight = Params4bit(
+                nan_like(packed), requires_grad=False, bnb_quantized=True, **kept
+            )
             # Otherwise bitsandbytes would permanently repack a gathered weight when the model is evaluated on a CPU.
             module.support_avx512bf16_for_cpu = False
     model.hf_quantizer = quantizer
@@ -69,8 +88,13 @@ class _InPieces(TorchFunctionMode):
         if func is not torch.ops.bitsandbytes.quantize_4bit.default or args[0].device.type != "cpu":
             return func(*args, **(kwargs or {}))
         weight, blocksize, _, storage = args
-        packed, scales = (torch.empty_like(one, device="cpu") for one in func(weight.to("meta"), *args[1:]))
-        parts = packed.split(PIECE_SIZE // 2 // storage.itemsize), scales.split(PIECE_SIZE // blocksize)
+        packed, scales = (
+            torch.empty_like(one, device="cpu") for one in func(weight.to("meta"), *args[1:])
+        )
+        parts = (
+            packed.split(PIECE_SIZE // 2 // storage.itemsize),
+            scales.split(PIECE_SIZE // blocksize),
+        )
         for piece, *outputs in zip(weight.reshape(-1).split(PIECE_SIZE), *parts, strict=True):
             for output, value in zip(outputs, func(piece, *args[1:]), strict=True):
                 output.copy_(value)
@@ -91,7 +115,9 @@ class Layer:
         module = self.module
         weight = weight.T.contiguous() if issubclass(module.source_cls, Conv1D) else weight
         if not torch.stack(torch.aminmax(weight)).isfinite().all():  # without temporary tensors
-            raise LoadError("it contains NaN or infinity, which cannot be quantized. Load an intact checkpoint.")
+            raise LoadError(
+                "it contains NaN or infinity, which cannot be quantized. Load an intact checkpoint."
+            )
         with _InPieces():
             packed, state = quantize_4bit(weight.to(module.unpacked_dtype), **module.quant_options)
         self._scales = {name: value.cpu() for name, value in state.as_dict(packed=True).items()}

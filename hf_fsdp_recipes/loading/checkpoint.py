@@ -13,7 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes.errors import LoadError, describe
@@ -30,8 +35,12 @@ class Entry:
 
     names: tuple[str, ...]  # names of the entry's weights in the model
     keys: tuple[str, ...]  # names of the entry's tensors in the checkpoint; empty for a new weight
-    patterns: tuple[str | None, ...]  # for each key, the converter pattern that it matches; None without conversion
-    dtype: torch.dtype | None  # the stored floating-point dtype; None stands for the dtype in the model
+    patterns: tuple[
+        str | None, ...
+    ]  # for each key, the converter pattern that it matches; None without conversion
+    dtype: (
+        torch.dtype | None
+    )  # the stored floating-point dtype; None stands for the dtype in the model
 
     @property
     def is_stored(self) -> bool:
@@ -45,7 +54,9 @@ class Checkpoint:
     def __init__(self, directory: Path, quantizer: HfQuantizer | None = None) -> None:
         self.directory, self.quantizer = directory, quantizer
         self._converters: dict[str, Any] = {}
-        self._new: dict[str, torch.Tensor] = {}  # initial values of a new head's weights, on rank 0 only
+        self._new: dict[
+            str, torch.Tensor
+        ] = {}  # initial values of a new head's weights, on rank 0 only
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Checkpoint":
         """Return this object itself, so that copies of the model share the open files."""
@@ -59,9 +70,13 @@ class Checkpoint:
             try:
                 found[file.name] = safe_open(file, "pt")
             except (OSError, SafetensorError) as error:  # neither error names the file
-                raise LoadError(f"{file} cannot be read: {describe(error)}. Download or save it again.") from error
+                raise LoadError(
+                    f"{file} cannot be read: {describe(error)}. Download or save it again."
+                ) from error
         if not found:
-            raise LoadError(f"{self.directory} has no *.safetensors files. Convert the checkpoint to safetensors.")
+            raise LoadError(
+                f"{self.directory} has no *.safetensors files. Convert the checkpoint to safetensors."
+            )
         return found
 
     @functools.cached_property
@@ -93,7 +108,9 @@ class Checkpoint:
 
     def match(self, model: PreTrainedModel) -> dict[str, str]:
         """Map the model's weight names to the checkpoint's tensor names. Weights that transformers converts are left out."""
-        groups, _ = self._group_keys(model, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+        groups, _ = self._group_keys(
+            model, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        )
         return {name: found[-1][0] for name, found in groups.items() if found[-1][1] is None}
 
     def _group_keys(
@@ -105,7 +122,9 @@ class Checkpoint:
         converters = [one for one in transforms if isinstance(one, WeightConverter)]
         self._converters = {pattern: one for one in converters for pattern in one.source_patterns}
         prefix = model.base_model_prefix
-        rename = functools.partial(rename_source_key, base_model_prefix=prefix, meta_state_dict=shapes)
+        rename = functools.partial(
+            rename_source_key, base_model_prefix=prefix, meta_state_dict=shapes
+        )
         groups: dict[str, list[tuple[str, str | None]]] = {}
         unexpected = []
         for key in sorted(self.file_of, key=dot_natural_key):
@@ -118,17 +137,25 @@ class Checkpoint:
                 unexpected.append(key)
         if unexpected:
             logger.warning(
-                "%s has tensors that %s does not use: %s", self.directory, type(model).__name__, some(unexpected)
+                "%s has tensors that %s does not use: %s",
+                self.directory,
+                type(model).__name__,
+                some(unexpected),
             )
         used = [one for one in transforms if one.was_used()]
-        return groups, used if self.quantizer is None else None  # else save_pretrained would quantize again
+        return (
+            groups,
+            used if self.quantizer is None else None,
+        )  # else save_pretrained would quantize again
 
     def _entry(self, name: str, keys: tuple[str, ...], patterns: tuple[str | None, ...]) -> Entry:
         if patterns[0] is None:
             dtype = getattr(torch, DTYPES.get(self.slice_of(keys[-1]).get_dtype(), ""), None)
             return Entry((name,), keys[-1:], patterns[-1:], dtype)
         first, *others = self._converters[patterns[0]].target_patterns
-        return Entry((name, *(name.replace(first, other) for other in others)), keys, patterns, None)
+        return Entry(
+            (name, *(name.replace(first, other) for other in others)), keys, patterns, None
+        )
 
     def _find_new(
         self, model: PreTrainedModel, entries: list[Entry], shapes: Mapping[str, tuple[int, ...]]
@@ -138,23 +165,37 @@ class Checkpoint:
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         for pair in tied.items():  # files may hold a tied weight under either name, or under both
             one, other = (found.get(name) for name in pair)
-            if one and other and not torch.equal(self.read_rows(one, ...), self.read_rows(other, ...)):
+            if (
+                one
+                and other
+                and not torch.equal(self.read_rows(one, ...), self.read_rows(other, ...))
+            ):
                 raise LoadError(
                     f"{' and '.join(pair)} are tied, but differ in the checkpoint. Set tie_word_embeddings=False."
                 )
             present |= set(pair) if one or other else set()
         missing = [name for name in shapes if name not in present]
         is_own_class = type(model).__name__ in (model.config.architectures or ())
-        new = [] if is_own_class else [n for n in missing if not n.startswith(f"{model.base_model_prefix}.")]
+        new = (
+            []
+            if is_own_class
+            else [n for n in missing if not n.startswith(f"{model.base_model_prefix}.")]
+        )
         problems = [f"{name} is missing" for name in missing if name not in new]
         for entry in entries:
             stored = tuple(self.slice_of(entry.keys[0]).get_shape())
             if entry.is_stored and stored != tuple(shapes[entry.names[0]]):
-                problems.append(f"{entry.keys[0]} is {list(stored)}, not {list(shapes[entry.names[0]])}")
+                problems.append(
+                    f"{entry.keys[0]} is {list(stored)}, not {list(shapes[entry.names[0]])}"
+                )
         if problems:
-            raise LoadError(f"{self.directory} does not fit {type(model).__name__}: {some(problems)}.")
+            raise LoadError(
+                f"{self.directory} does not fit {type(model).__name__}: {some(problems)}."
+            )
         if new:
-            logger.warning("%s has no %s, so the values are new: train them", self.directory, some(new))
+            logger.warning(
+                "%s has no %s, so the values are new: train them", self.directory, some(new)
+            )
         self._new = {name: new_value(model, name) for name in new}
         return [Entry((name,), (), (), None) for name in new]
 
@@ -166,9 +207,16 @@ class Checkpoint:
             return {entry.names[0]: self.read_rows(entry, ...)}
         converter = copy.deepcopy(self._converters[entry.patterns[0] or ""])
         for key, pattern in zip(entry.keys, entry.patterns, strict=True):
-            converter.add_tensor(entry.names[0], key, pattern, functools.partial(self.slice_of(key).__getitem__, ...))
-        values = converter.convert(entry.names[0], model=model, config=model.config, hf_quantizer=self.quantizer)
-        return {name: values[name][0] if isinstance(values[name], list) else values[name] for name in entry.names}
+            converter.add_tensor(
+                entry.names[0], key, pattern, functools.partial(self.slice_of(key).__getitem__, ...)
+            )
+        values = converter.convert(
+            entry.names[0], model=model, config=model.config, hf_quantizer=self.quantizer
+        )
+        return {
+            name: values[name][0] if isinstance(values[name], list) else values[name]
+            for name in entry.names
+        }
 
     def read_rows(self, entry: Entry, rows: slice | EllipsisType) -> torch.Tensor:
         """Return the given rows (dim 0) of a weight that needs no conversion. `...` stands for all rows."""

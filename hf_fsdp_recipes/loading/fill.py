@@ -19,7 +19,9 @@ WRAPPERS = re.compile(
     r"(_checkpoint_wrapped_module|_orig_mod|base_layer)\.|\.(modules_to_save\.[^.]+|original_module)(?=\.)"
 )
 NUM_READERS = 4  # rank 0's reading threads; a disk is faster if it gets several requests at once
-READ_AHEAD_BYTES = 1024**3  # maximum bytes that rank 0 reads ahead; a single larger weight is still read
+READ_AHEAD_BYTES = (
+    1024**3
+)  # maximum bytes that rank 0 reads ahead; a single larger weight is still read
 NUM_IN_FLIGHT = 2  # maximum number of weights that are sent at the same time
 PAGE_BYTES = 4096
 
@@ -37,11 +39,15 @@ def allocate(model: torch.nn.Module, device: torch.device) -> Tensors:
 
     A name has several tensors if PEFT has copied the weight (`modules_to_save`). A tied weight has several names.
     """
-    targets: Tensors = {name_in_base_model(name): [buffer] for name, buffer in model.named_buffers()}
+    targets: Tensors = {
+        name_in_base_model(name): [buffer] for name, buffer in model.named_buffers()
+    }
     allocated = set()
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if parameter.is_meta:
-            real = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            real = torch.nn.Parameter(
+                torch.empty_like(parameter, device=device), parameter.requires_grad
+            )
             torch.utils.swap_tensors(parameter, real)
             allocated.add(parameter)
         if parameter in allocated:
@@ -54,11 +60,17 @@ class Layout:
 
     def __init__(self, target: torch.Tensor) -> None:
         self.local = target.detach()
-        self.ranks: list[int] = []  # of the first replica, in row order; empty if every rank holds all rows
+        self.ranks: list[
+            int
+        ] = []  # of the first replica, in row order; empty if every rank holds all rows
         if isinstance(target, DTensor):
             *replicated, sharded = target.placements
             mesh = target.device_mesh
-            if sharded != Shard(0) or set(replicated) - {Replicate()} or mesh.size() != dist.get_world_size():
+            if (
+                sharded != Shard(0)
+                or set(replicated) - {Replicate()}
+                or mesh.size() != dist.get_world_size()
+            ):
                 raise LoadError(
                     f"{target.placements} is not supported. Use full or hybrid sharding, without other parallelism."
                 )
@@ -76,22 +88,37 @@ class Transfer:
     """Copies one weight from rank 0 into the shards of the first replica. `finish` waits for the copy. Collective."""
 
     def __init__(
-        self, full: torch.Tensor | None, target: torch.Tensor, dtype: torch.dtype, device: torch.device
+        self,
+        full: torch.Tensor | None,
+        target: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         layout = Layout(target)
         self._local, self._received, transfers = layout.local, full, []
         if not layout.ranks:
-            self._received = torch.empty(target.shape, dtype=dtype, device=device) if full is None else full
+            self._received = (
+                torch.empty(target.shape, dtype=dtype, device=device) if full is None else full
+            )
             dist.broadcast(self._received, 0)
         elif full is not None:
             parts = [(full[layout.rows(number)], rank) for number, rank in enumerate(layout.ranks)]
-            transfers = [dist.P2POp(dist.isend, part, rank) for part, rank in parts[1:] if len(part)]
+            transfers = [
+                dist.P2POp(dist.isend, part, rank) for part, rank in parts[1:] if len(part)
+            ]
             self._received = parts[0][0]
         elif dist.get_rank() in layout.ranks and len(self._local):
             is_same = (self._local.dtype, self._local.device) == (dtype, device)
-            self._received = self._local if is_same else torch.empty(self._local.shape, dtype=dtype, device=device)
+            self._received = (
+                self._local
+                if is_same
+                else torch.empty(self._local.shape, dtype=dtype, device=device)
+            )
             transfers = [dist.P2POp(dist.irecv, self._received, 0)]
-        self._is_sender, self._full = full is not None, full  # the full tensor must stay alive while it is sent
+        self._is_sender, self._full = (
+            full is not None,
+            full,
+        )  # the full tensor must stay alive while it is sent
         self._works = dist.batch_isend_irecv(transfers) if transfers else []
         if self._is_sender:
             self._local.copy_(self._received)  # while the other ranks receive their rows
@@ -109,9 +136,13 @@ def read_ahead(reader: "Reader", entries: Sequence[Entry]) -> Iterator[Weights]:
     with ThreadPoolExecutor(NUM_READERS, "weights-reading") as pool:
         pending: deque[tuple[int, Future[Weights]]] = deque()
         for entry in entries:
-            size = sum(reader.targets[name][0].nbytes for name in entry.names if name in reader.targets)
+            size = sum(
+                reader.targets[name][0].nbytes for name in entry.names if name in reader.targets
+            )
             pending.append((size, pool.submit(reader.read, entry)))
-            while len(pending) > NUM_READERS or (len(pending) > 1 and sum(n for n, _ in pending) > READ_AHEAD_BYTES):
+            while len(pending) > NUM_READERS or (
+                len(pending) > 1 and sum(n for n, _ in pending) > READ_AHEAD_BYTES
+            ):
                 yield pending.popleft()[1].result()
         while pending:
             yield pending.popleft()[1].result()
@@ -120,7 +151,9 @@ def read_ahead(reader: "Reader", entries: Sequence[Entry]) -> Iterator[Weights]:
 class Reader:
     """Reads weights on rank 0. After an error, it returns uninitialized memory, because other ranks still wait for data."""
 
-    def __init__(self, model: torch.nn.Module, checkpoint: Checkpoint, targets: Tensors, device: torch.device) -> None:
+    def __init__(
+        self, model: torch.nn.Module, checkpoint: Checkpoint, targets: Tensors, device: torch.device
+    ) -> None:
         self.error: Exception | None = None
         self.layers, self.targets = bnb_4bit.find_layers(model), targets
         self._model, self._checkpoint, self._device = model, checkpoint, device
@@ -151,17 +184,25 @@ class Reader:
                 if name in self.layers:
                     value = self.layers[name].quantize(value.to(self._device))
                 if value.shape != self.targets[name][0].shape:
-                    raise LoadError(f"{name} is {list(value.shape)}, not {list(self.targets[name][0].shape)}")
+                    raise LoadError(
+                        f"{name} is {list(value.shape)}, not {list(self.targets[name][0].shape)}"
+                    )
                 dtype = self.dtype_of(entry, name)
                 if self._device.type == "cpu" and value.is_contiguous() and value.dtype == dtype:
-                    value.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()  # this thread reads every page from disk
+                    value.view(-1).view(torch.uint8)[
+                        ::PAGE_BYTES
+                    ].sum()  # this thread reads every page from disk
                 weights[name] = value.to(self._device, dtype).contiguous()
         return weights
 
 
 @torch.no_grad()
 def fill_from_rank0(
-    model: torch.nn.Module, checkpoint: Checkpoint, entries: Sequence[Entry], targets: Tensors, device: torch.device
+    model: torch.nn.Module,
+    checkpoint: Checkpoint,
+    entries: Sequence[Entry],
+    targets: Tensors,
+    device: torch.device,
 ) -> None:
     """Fill the tensors. Only rank 0 reads the files. It sends every rank its rows. Collective.
 
@@ -169,7 +210,9 @@ def fill_from_rank0(
     At the end, all ranks raise the error.
     """
     if entries and distributed.world_size() > 1 and not distributed.can_send(device.type):
-        raise LoadError(f"gloo cannot send weights between {device.type} devices. Set another ddp_backend.")
+        raise LoadError(
+            f"gloo cannot send weights between {device.type} devices. Set another ddp_backend."
+        )
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     reader = Reader(model, checkpoint, targets, device)
@@ -180,7 +223,9 @@ def fill_from_rank0(
         values = next(weights) if weights else {}
         for name in entry.names:
             for target in targets.get(name, ()):
-                in_flight.append(Transfer(values.get(name), target, reader.dtype_of(entry, name), device))
+                in_flight.append(
+                    Transfer(values.get(name), target, reader.dtype_of(entry, name), device)
+                )
                 if len(in_flight) > NUM_IN_FLIGHT:
                     in_flight.popleft().finish()
     for transfer in in_flight:
@@ -198,7 +243,11 @@ def fill_directly(checkpoint: Checkpoint, entries: Sequence[Entry], targets: Ten
             for target in targets.get(entry.names[0], ()):
                 layout = Layout(target)
                 if layout.local.numel():
-                    layout.local.copy_(checkpoint.read_rows(entry, layout.rows(layout.number) if layout.ranks else ...))
+                    layout.local.copy_(
+                        checkpoint.read_rows(
+                            entry, layout.rows(layout.number) if layout.ranks else ...
+                        )
+                    )
 
 
 @torch.no_grad()

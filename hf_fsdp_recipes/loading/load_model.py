@@ -10,7 +10,13 @@ import torch
 from accelerate import PartialState, init_empty_weights
 from accelerate.utils import parse_flag_from_env
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
@@ -22,7 +28,15 @@ from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.loader import Loader
 from hf_fsdp_recipes.loading.placeholder import insert_placeholders
 
-HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+HUB_PATTERNS = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "*.py",
+]
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
 FOR_BUILDING = ("attn_implementation", "experts_implementation", "trust_remote_code")
 
@@ -87,7 +101,9 @@ def check_fsdp_version() -> None:
         )
 
 
-def describe_model(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Path, PreTrainedConfig, dict[str, Any], Any]:
+def describe_model(
+    name_or_path: str, kwargs: dict[str, Any]
+) -> tuple[Path, PreTrainedConfig, dict[str, Any], Any]:
     """Return a model's directory, its config, the remaining `kwargs` and its generation config. Collective.
 
     Rank 0 reads them for all ranks. With `trust_remote_code`, each rank reads them, because their classes cannot be sent.
@@ -96,11 +112,15 @@ def describe_model(name_or_path: str, kwargs: dict[str, Any]) -> tuple[Path, Pre
     def describe() -> tuple[Any, ...]:
         directory = find_directory(name_or_path, kwargs)
         has_generation_config = (directory / "generation_config.json").is_file()
-        generation_config = GenerationConfig.from_pretrained(directory) if has_generation_config else None
+        generation_config = (
+            GenerationConfig.from_pretrained(directory) if has_generation_config else None
+        )
         return directory, *read_config(directory, kwargs), generation_config
 
     if kwargs.get("trust_remote_code"):
-        distributed.run_on_main(lambda: find_directory(name_or_path, kwargs))  # rank 0 downloads for all ranks
+        distributed.run_on_main(
+            lambda: find_directory(name_or_path, kwargs)
+        )  # rank 0 downloads for all ranks
         with distributed.agreed():
             found = describe()
     else:
@@ -117,17 +137,23 @@ def find_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
         try:
             directory = Path(snapshot_download(name_or_path, allow_patterns=HUB_PATTERNS, **hub))
         except Exception as error:
-            raise LoadError(f"{name_or_path} is no directory and cannot be downloaded from the Hub: {error}") from error
+            raise LoadError(
+                f"{name_or_path} is no directory and cannot be downloaded from the Hub: {error}"
+            ) from error
     return directory / kwargs.get("subfolder", "")
 
 
 def read_config(directory: Path, kwargs: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """Return the config with overrides from `kwargs`, and the other `kwargs`. A config object in `kwargs` is used as is."""
-    rest = {name: value for name, value in kwargs.items() if name not in (*HUB_ARGUMENTS, "subfolder")}
+    rest = {
+        name: value for name, value in kwargs.items() if name not in (*HUB_ARGUMENTS, "subfolder")
+    }
     config = copy.deepcopy(rest.pop("config", None))
     if isinstance(config, PreTrainedConfig):
         return config, rest
-    config, unused = AutoConfig.from_pretrained(config or directory, return_unused_kwargs=True, **rest)
+    config, unused = AutoConfig.from_pretrained(
+        config or directory, return_unused_kwargs=True, **rest
+    )
     return config, {name: rest[name] for name in rest if name in unused or name in FOR_BUILDING}
 
 
@@ -147,13 +173,17 @@ def take_quantizer(config: PreTrainedConfig) -> HfQuantizer | None:
     )
 
 
-def resolve_dtype(dtype: str | torch.dtype | None, config: PreTrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
+def resolve_dtype(
+    dtype: str | torch.dtype | None, config: PreTrainedConfig, checkpoint: Checkpoint
+) -> torch.dtype:
     """Return the dtype that `from_pretrained` would choose for the model."""
     if dtype in (None, "auto"):
         return getattr(config, "dtype", None) or checkpoint.first_dtype()
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
-        raise LoadError(f"dtype is {dtype!r}. Use auto, float32, bfloat16, float16 or a torch.dtype.")
+        raise LoadError(
+            f"dtype is {dtype!r}. Use auto, float32, bfloat16, float16 or a torch.dtype."
+        )
     return found
 
 
@@ -172,10 +202,14 @@ def build_on_meta(
         raise LoadError(f"the model cannot be built with these arguments: {error}") from error
     model.tie_weights()  # init_empty_weights unties the weights
     stored = model.state_dict().keys()
-    for pattern, kept_dtype in model._get_dtype_plan(dtype).items():  # weights that the model class keeps in float32
+    for pattern, kept_dtype in model._get_dtype_plan(
+        dtype
+    ).items():  # weights that the model class keeps in float32
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in stored and re.search(pattern.replace("*", ".*"), name):
                 tensor.data = tensor.data.to(kept_dtype)
     # Accelerate raises an error if `_no_split_modules` names a class of which the model has no module.
-    model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ())
+    model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(
+        model._no_split_modules or ()
+    )
     return model.eval()

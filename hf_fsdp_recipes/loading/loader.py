@@ -22,24 +22,39 @@ class Loader:
     """Fills one model when Accelerate prepares the model. Until then, this loader is an attribute of the model."""
 
     def __init__(
-        self, model: PreTrainedModel, checkpoint: Checkpoint, entries: Sequence[Entry], is_direct: bool
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        entries: Sequence[Entry],
+        is_direct: bool,
     ) -> None:
-        self.model, self.checkpoint, self.entries, self.is_direct = model, checkpoint, entries, is_direct
+        self.model, self.checkpoint, self.entries, self.is_direct = (
+            model,
+            checkpoint,
+            entries,
+            is_direct,
+        )
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         model.__dict__[patches.LOADER] = self
         model.__dict__["save_pretrained"] = _refuse
         self._guard = model.register_forward_pre_hook(_refuse)
 
-    def shard(self, accelerator: Accelerator, model: torch.nn.Module, shard: Shard) -> torch.nn.Module:
+    def shard(
+        self, accelerator: Accelerator, model: torch.nn.Module, shard: Shard
+    ) -> torch.nn.Module:
         """Shard the model with `shard`, which is Accelerate's own function, and fill the shards. Collective."""
         plugin, device = accelerator.state.fsdp_plugin, accelerator.device
         if device.type == "cpu":
-            device = torch.device("cpu")  # torch takes Accelerate's cpu:0 for another device, so each `to` would copy
+            device = torch.device(
+                "cpu"
+            )  # torch takes Accelerate's cpu:0 for another device, so each `to` would copy
         bnb_4bit.check_storage(self.model, plugin.mixed_precision_policy)
         broadcast_adapters(model, device)
         move_to_meta(model)
         if accelerator.mixed_precision != "no" and not bnb_4bit.find_layers(self.model):
-            for parameter in model.parameters():  # Accelerate's own conversion has no effect in version 1.13
+            for (
+                parameter
+            ) in model.parameters():  # Accelerate's own conversion has no effect in version 1.13
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
         was_efficient, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
@@ -56,10 +71,19 @@ class Loader:
     def fill(self, model: torch.nn.Module, home: torch.device, device: torch.device) -> None:
         """Allocate a model's shards on the device `home` and fill them. The model computes on `device`. Collective."""
         targets = fill.allocate(model, home)
-        changed = [name for name, shape in self.shapes.items() if name in targets and targets[name][0].shape != shape]
+        changed = [
+            name
+            for name, shape in self.shapes.items()
+            if name in targets and targets[name][0].shape != shape
+        ]
         if changed:
             raise LoadError(f"{changed[0]} changed its shape before it was loaded. {OFFLINE}.")
-        filled = {target for entry in self.entries for name in entry.names for target in targets.get(name, ())}
+        filled = {
+            target
+            for entry in self.entries
+            for name in entry.names
+            for target in targets.get(name, ())
+        }
         for name, found in targets.items():
             if isinstance(found[0], torch.nn.Parameter) and filled.isdisjoint(found):
                 raise LoadError(
@@ -67,9 +91,13 @@ class Loader:
                     f"sharded. Install accelerate 1.15 or newer, or train it without FSDP."
                 )
         packed = bnb_4bit.find_layers(self.model)
-        is_read = {e: self.is_direct and e.is_stored and e.names[0] not in packed for e in self.entries}
+        is_read = {
+            e: self.is_direct and e.is_stored and e.names[0] not in packed for e in self.entries
+        }
         if self.is_direct:
-            fill.fill_directly(self.checkpoint, [entry for entry in self.entries if is_read[entry]], targets)
+            fill.fill_directly(
+                self.checkpoint, [entry for entry in self.entries if is_read[entry]], targets
+            )
         others = [entry for entry in self.entries if not is_read[entry]]
         fill.fill_from_rank0(self.model, self.checkpoint, others, targets, device)
         fill.copy_to_replicas(targets)

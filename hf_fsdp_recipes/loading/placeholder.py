@@ -16,7 +16,13 @@ NOT_LOADED = (
     "the model's weights are not loaded yet: they are loaded when the Trainer or Accelerator that trains the model shards it. "
     "Train first, or use from_pretrained for a model that is not trained, such as a reference model; LoRA needs none."
 )
-_CASTS = (torch.Tensor.to, torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16)
+_CASTS = (
+    torch.Tensor.to,
+    torch.Tensor.float,
+    torch.Tensor.double,
+    torch.Tensor.half,
+    torch.Tensor.bfloat16,
+)
 
 
 class Placeholder(torch.nn.Parameter):
@@ -31,11 +37,17 @@ class Placeholder(torch.nn.Parameter):
         return memo.setdefault(id(self), Placeholder(self))
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Refuse casts: PiSSA, OLoRA and DoRA cast a weight before they read it, but a placeholder has no values to read."""
-        if function is torch.Tensor.is_contiguous:  # `fully_shard` calls it first, and only `Loader` may shard
+        if (
+            function is torch.Tensor.is_contiguous
+        ):  # `fully_shard` calls it first, and only `Loader` may shard
             raise LoadError(NOT_LOADED)
-        if function in _CASTS and (function is not torch.Tensor.to or isinstance(args[1], torch.dtype)):
+        if function in _CASTS and (
+            function is not torch.Tensor.to or isinstance(args[1], torch.dtype)
+        ):
             raise LoadError(
                 "a weight is read before it is loaded, for example by init_lora_weights='pissa' or 'olora', or by DoRA. Use plain "
                 f"LoRA. Or: {OFFLINE[0].lower()}{OFFLINE[1:]}."

@@ -51,12 +51,16 @@ class MetricsCallback(TrainerCallback):
         self._flops: flops.ModelFlops | None = None
         self._peak_flops: float | None = None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
+    ) -> None:
         """Print the wrapped model and start measuring."""
         model = kwargs["model"]
         distributed.print_main(str(model))
         start = _describe_run(args, state, model)
-        with contextlib.suppress(Exception):  # a stream has no length; Accelerate's shard of it raises an error
+        with contextlib.suppress(
+            Exception
+        ):  # a stream has no length; Accelerate's shard of it raises an error
             start["num_rows"] = len(kwargs["train_dataloader"].dataset)
         try:
             self._flops = flops.find_model_flops(model)
@@ -77,7 +81,9 @@ class MetricsCallback(TrainerCallback):
     on_evaluate = _ends("evaluation")
     on_save = _ends("save")  # this phase excludes the part of a save that runs in the background
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
+    ) -> None:
         """End the data phase. If the warm-up ends between two logged steps, discard what was measured so far."""
         self._end_phase("data")
         if self._logged_step < state.global_step == self._start_step + self._warmup_steps:
@@ -93,20 +99,34 @@ class MetricsCallback(TrainerCallback):
         logs = kwargs["logs"]
         if not self._is_running:
             return
-        entry: Entry = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+        entry: Entry = {
+            name: value for name, value in logs.items() if isinstance(value, int | float)
+        }
         entry |= {"step": state.global_step, "epoch": state.epoch}
         if "loss" in logs:
             entry |= self._measure(state)
             logs |= {name: entry[name] for name in LOGGED if name in entry}
-            logs |= {name: max(entry[key]) / 1e9 for name, key in LOGGED_MEMORY.items() if any(entry[key])}
+            logs |= {
+                name: max(entry[key]) / 1e9
+                for name, key in LOGGED_MEMORY.items()
+                if any(entry[key])
+            }
         self._append(entry)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
+    ) -> None:
         """Write an entry with the time since the last logged step. Then write the report."""
         self._end_phase("other")
         self._is_running = False
         self._hook.remove()
-        self._append({"step": state.global_step, "ended_at_step": state.global_step, "seconds": self._seconds})
+        self._append(
+            {
+                "step": state.global_step,
+                "ended_at_step": state.global_step,
+                "seconds": self._seconds,
+            }
+        )
         if distributed.is_main():
             self._try(lambda: report.write_report(self._file.parent))
 
@@ -126,7 +146,11 @@ class MetricsCallback(TrainerCallback):
     def _measure(self, state: TrainerState) -> Entry:
         """Return what all ranks measured since the last logged step. Collective."""
         self._end_phase("other")
-        own = {"counts": self._counts.tolist(), "host_bytes": self._host_bytes, **memory.pop_device_bytes(self._device)}
+        own = {
+            "counts": self._counts.tolist(),
+            "host_bytes": self._host_bytes,
+            **memory.pop_device_bytes(self._device),
+        }
         rows = distributed.gather(own)
         entry: Entry = {name: [row[name] for row in rows] for name in own}
         tokens, pairs = (sum(counts) for counts in zip(*entry.pop("counts"), strict=True))
@@ -138,7 +162,9 @@ class MetricsCallback(TrainerCallback):
             entry["tokens_per_second"] = tokens / seconds
             entry["tokens_per_second_per_device"] = tokens / seconds / len(rows)
         if self._flops and self._peak_flops:
-            entry["mfu"] = self._flops.training(tokens, pairs) / seconds / len(rows) / self._peak_flops
+            entry["mfu"] = (
+                self._flops.training(tokens, pairs) / seconds / len(rows) / self._peak_flops
+            )
         if state.global_step <= self._start_step + self._warmup_steps:
             entry["is_warmup"] = True
         self._begin_interval(state)
@@ -168,8 +194,13 @@ class MetricsCallback(TrainerCallback):
 
 def _describe_run(args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> Entry:
     """Return the entry that is written to metrics.jsonl each time the run starts or resumes."""
-    name = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name
-    device, precision = torch.get_device_module(args.device), str(AcceleratorState().mixed_precision)
+    name = Path(
+        getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+    ).name
+    device, precision = (
+        torch.get_device_module(args.device),
+        str(AcceleratorState().mixed_precision),
+    )
     if precision == "no":
         precision = str(next(model.parameters()).dtype)
     return {
@@ -178,7 +209,9 @@ def _describe_run(args: TrainingArguments, state: TrainerState, model: torch.nn.
         "from_step": state.global_step,
         "max_steps": state.max_steps,
         "num_ranks": distributed.world_size(),
-        "device": device.get_device_name() if hasattr(device, "get_device_name") else args.device.type,
+        "device": device.get_device_name()
+        if hasattr(device, "get_device_name")
+        else args.device.type,
         "dtype": PRECISIONS.get(precision, precision).removeprefix("torch."),
         "batch_per_device": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
@@ -189,5 +222,11 @@ def _name_run(args: TrainingArguments, model: str) -> str:
     """Return fsdp_training_DATE_MODEL_NODES_GPUS-PER-NODE_EPOCHS_BATCH, as in AMD's article on FSDP with ROCm."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     length = f"{args.max_steps}steps" if args.max_steps > 0 else f"{args.num_train_epochs:g}"
-    parts = [model, distributed.world_size() // per_node, per_node, length, args.per_device_train_batch_size]
+    parts = [
+        model,
+        distributed.world_size() // per_node,
+        per_node,
+        length,
+        args.per_device_train_batch_size,
+    ]
     return "_".join(["fsdp_training", f"{datetime.now():%Y%m%d-%H%M}", *map(str, parts)])

@@ -23,7 +23,11 @@ PEAKS = {
     r"rtx 6000 ada( generation)?": 364.2, r"mi250x": 191.5, r"mi3(00|25)x( vf| oam)?": 1307.4, r"mi350x( vf)?": 2309.6,
     r"mi355x( vf)?": 2516.6, r"gaudi ?2": 432, r"gaudi ?3": 1835,
 }  # fmt: skip
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of this number in configs
+NUM_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)  # names of this number in configs
 VENDOR_AND_SERIES = re.compile(r"\b(nvidia|amd|intel|geforce|instinct)\b|\((r|tm)\)")
 
 
@@ -32,13 +36,17 @@ class ModelFlops(NamedTuple):
 
     matmul_parameters: int = 0  # parameters in the matrix products of one token
     trainable_parameters: int = 0  # how many of them are trained
-    attention_width: int = 0  # heads * (query dim + value dim), summed over the layers with full attention
+    attention_width: int = (
+        0  # heads * (query dim + value dim), summed over the layers with full attention
+    )
     window_width: int = 0  # the same, summed over the layers with sliding-window attention
     window: int = 0  # length of the window in tokens
 
     def training(self, tokens: int, pairs: int) -> int:
         """Return the FLOPs of the forward and backward passes. The arguments are the results of `count_tokens`."""
-        attention = self.attention_width * pairs + self.window_width * min(pairs, self.window * tokens)
+        attention = self.attention_width * pairs + self.window_width * min(
+            pairs, self.window * tokens
+        )
         return (4 * self.matmul_parameters + 2 * self.trainable_parameters) * tokens + 6 * attention
 
 
@@ -51,7 +59,11 @@ def find_model_flops(model: Any) -> ModelFlops:
     config = model.config
     if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
         raise ValueError(f"{type(config).__name__} is not the config of a decoder for text")
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
+    window = (
+        getattr(config, "sliding_window", None)
+        or getattr(config, "attention_chunk_size", None)
+        or 0
+    )
     kind = "sliding_attention" if window else "full_attention"
     kinds = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
     query = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -59,7 +71,9 @@ def find_model_flops(model: Any) -> ModelFlops:
         query = config.qk_nope_head_dim + config.qk_rope_head_dim
     width = config.num_attention_heads * (query + (getattr(config, "v_head_dim", None) or query))
     num_windowed = sum(one in ("sliding_attention", "chunked_attention") for one in kinds)
-    return ModelFlops(*_count_matmuls(model), kinds.count("full_attention") * width, num_windowed * width, window)
+    return ModelFlops(
+        *_count_matmuls(model), kinds.count("full_attention") * width, num_windowed * width, window
+    )
 
 
 def _count_matmuls(model: Any) -> tuple[int, int]:
@@ -102,7 +116,9 @@ def count_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
         # The host does not know the lengths n. So n * n is summed as 1 + 3 + 5 + ... + (2 n - 1).
         return torch.stack([is_token.sum(), ((2 * positions.long() + 1) * is_token).sum()])
     else:
-        batch = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+        batch = (
+            inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+        )
         lengths = torch.full((batch.shape[0],), batch.shape[1], device=batch.device)
     return torch.stack([lengths.sum(), (lengths * lengths).sum()])
 

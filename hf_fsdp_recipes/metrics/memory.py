@@ -22,7 +22,9 @@ COUNTERS = {  # {name in metrics.jsonl: name of a function in the device's modul
 def host_bytes() -> int:
     """Return this process's resident memory without the pages of memory-mapped files (RssAnon + RssShmem)."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+    return sum(
+        int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:"))
+    )
 
 
 def available_host_bytes() -> int:
@@ -39,7 +41,9 @@ def available_host_bytes() -> int:
     return min(left)
 
 
-def read_cgroups(root: Path, path: str, limit_files: Sequence[str], usage_file: str, prefix: str) -> list[int]:
+def read_cgroups(
+    root: Path, path: str, limit_files: Sequence[str], usage_file: str, prefix: str
+) -> list[int]:
     """Return what is left in a cgroup and in each cgroup around it. Pages of files count as left."""
     found = []
     directory = root / path.lstrip("/")
@@ -51,7 +55,9 @@ def read_cgroups(root: Path, path: str, limit_files: Sequence[str], usage_file: 
                 usage = int((directory / usage_file).read_text())
                 lines = (directory / "memory.stat").read_text().splitlines()
                 stat = {name: int(number) for name, number in (line.split() for line in lines)}
-                pages_of_files = [stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive")]
+                pages_of_files = [
+                    stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive")
+                ]
                 found.append(limit - usage + sum(pages_of_files))
         directory = directory.parent
     return found

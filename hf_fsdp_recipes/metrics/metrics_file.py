@@ -42,4 +42,8 @@ def average(steps: Sequence[Entry], rate: str) -> float | None:
     """Return the time-weighted mean of a rate over the steps after the warm-up, or None if there are no such steps."""
     measured = [step for step in steps if rate in step and not step.get("is_warmup")]
     weights = [step["step_seconds"] * step["num_steps"] for step in measured]
-    return sum(s[rate] * w for s, w in zip(measured, weights, strict=True)) / sum(weights) if weights else None
+    return (
+        sum(s[rate] * w for s, w in zip(measured, weights, strict=True)) / sum(weights)
+        if weights
+        else None
+    )

@@ -27,15 +27,21 @@ def write_report(output_dir: Path) -> Path:
     file, report = output_dir / METRICS_FILE, output_dir / REPORT_FILE
     entries = read_metrics(file)
     if not entries:
-        raise ToolError(f"{file} is missing or empty. Pass the output_dir of a run with MetricsCallback.")
+        raise ToolError(
+            f"{file} is missing or empty. Pass the output_dir of a run with MetricsCallback."
+        )
     steps = [entry for entry in entries if "loss" in entry]
     try:
-        run = next((str(entry["run"]) for entry in reversed(entries) if "run" in entry), output_dir.name)
+        run = next(
+            (str(entry["run"]) for entry in reversed(entries) if "run" in entry), output_dir.name
+        )
         rows = [*_run_rows(entries), *(_step_rows(steps) if steps else ())]
         (output_dir / f"{Path(run).name}.txt").write_text(_format_log(rows, steps))
         draw(entries).savefig(report.with_suffix(".png"))
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise ToolError(f"{file} has a line with missing or invalid values ({describe(error)}). Delete it.") from error
+        raise ToolError(
+            f"{file} has a line with missing or invalid values ({describe(error)}). Delete it."
+        ) from error
     table = ["| metric | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
     report.write_text("\n\n".join([f"# {run}", "\n".join(table), "![plots](report.png)"]) + "\n")
     return report
@@ -48,10 +54,17 @@ def _run_rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
     if resumed := [str(start["from_step"]) for start in starts if start["from_step"]]:
         yield "resumed from step", ", ".join(resumed)
     for start in starts[-1:]:
-        batch, ranks, accumulation = start["batch_per_device"], start["num_ranks"], start["gradient_accumulation_steps"]
+        batch, ranks, accumulation = (
+            start["batch_per_device"],
+            start["num_ranks"],
+            start["gradient_accumulation_steps"],
+        )
         yield "model", start["model"]
         yield "ranks", f"{ranks} x {start['device']}, {start['dtype']}"
-        yield "batch size", f"{batch * ranks * accumulation:,} = {batch} x {ranks} ranks x {accumulation} accumulated"
+        yield (
+            "batch size",
+            f"{batch * ranks * accumulation:,} = {batch} x {ranks} ranks x {accumulation} accumulated",
+        )
         if "no_mfu" in start:
             yield "MFU", f"n/a ({start['no_mfu']})"
     for last in [entry for entry in entries if "eval_loss" in entry][-1:]:
@@ -84,7 +97,9 @@ def _format_log(rows: Sequence[tuple[str, str]], steps: Sequence[Entry]) -> str:
     lines += ["", f"{'step':>8} {'loss':>10} {'seconds':>10} {'peak memory, largest rank':>26}"]
     for step in steps:
         gigabytes = (max(step["device_peak_bytes"]) or max(step["host_bytes"])) / 1e9
-        lines.append(f"{step['step']:>8} {step['loss']:>10.4f} {step['step_seconds']:>10.3f} {gigabytes:>23.2f} GB")
+        lines.append(
+            f"{step['step']:>8} {step['loss']:>10.4f} {step['step_seconds']:>10.3f} {gigabytes:>23.2f} GB"
+        )
     return "\n".join([*lines, ""])
 
 
@@ -98,12 +113,20 @@ def draw(entries: Sequence[Entry]) -> Any:
     def seconds(phase: str) -> Callable[[Entry], float]:
         return lambda entry: entry["seconds"][phase] / entry["num_steps"]
 
-    device = {"peak": gigabytes("device_peak_bytes"), "between steps (valley)": gigabytes("device_valley_bytes")}
+    device = {
+        "peak": gigabytes("device_peak_bytes"),
+        "between steps (valley)": gigabytes("device_valley_bytes"),
+    }
     panels: dict[str, dict[str, Callable[[Entry], float]]] = {
-        "Loss, nats per token": {"training loss": lambda e: e["loss"], "evaluation loss": lambda e: e["eval_loss"]},
+        "Loss, nats per token": {
+            "training loss": lambda e: e["loss"],
+            "evaluation loss": lambda e: e["eval_loss"],
+        },
         "Tokens/s, without padding": {"all ranks": lambda entry: entry["tokens_per_second"]},
         "Seconds per step": {phase: seconds(phase) for phase in PHASES},
-        "Host memory at optimizer steps, GB, largest rank": {"anonymous pages": gigabytes("host_bytes")},
+        "Host memory at optimizer steps, GB, largest rank": {
+            "anonymous pages": gigabytes("host_bytes")
+        },
         "Device memory, GB, largest rank": device,
     }
     figure = Figure(figsize=(8, 3 * len(panels)), layout="constrained")

@@ -11,24 +11,40 @@ from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.tools.files import find_file, read_yaml
 
 
-def check(name: Annotated[str, typer.Argument(help="An Accelerate config file, or a template.")]) -> None:
+def check(
+    name: Annotated[str, typer.Argument(help="An Accelerate config file, or a template.")],
+) -> None:
     """Report all faults of a config at once. The exit status is 1 if there are any."""
     file = find_file("template", name)
     if faults := find_faults(read_yaml(file)):
-        raise ToolError("\n  - ".join([f"{file} has {len(faults)} fault{'s'[: len(faults) > 1]}:", *faults]))
+        raise ToolError(
+            "\n  - ".join([f"{file} has {len(faults)} fault{'s'[: len(faults) > 1]}:", *faults])
+        )
     print(f"{file}: no faults found")
 
 
 def find_faults(config: dict[str, Any]) -> list[str]:
     """Return the faults of a parsed config that Accelerate silently ignores, or finds only after the ranks have started."""
     sections = {name: config.get(name) or {} for name in ("fsdp_config", "parallelism_config")}
-    if no_mappings := [f"{name} is {value!r}" for name, value in sections.items() if not isinstance(value, dict)]:
-        return [f"{fault}, and Accelerate ignores it. Write a line for each setting." for fault in no_mappings]
+    if no_mappings := [
+        f"{name} is {value!r}" for name, value in sections.items() if not isinstance(value, dict)
+    ]:
+        return [
+            f"{fault}, and Accelerate ignores it. Write a line for each setting."
+            for fault in no_mappings
+        ]
     parallel = sections["parallelism_config"]
     # Accelerate adds a missing prefix `fsdp_` to the settings of fsdp_config. It adds none to those of parallelism_config.
-    fsdp = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in sections["fsdp_config"].items()}
+    fsdp = {
+        f"fsdp_{str(key).removeprefix('fsdp_')}": value
+        for key, value in sections["fsdp_config"].items()
+    }
     faults = [*_find_unknown(config, fsdp, parallel), *_check_launch(config, parallel)]
-    return [*faults, *_check_fsdp(fsdp)] if fsdp or config.get("distributed_type") == "FSDP" else faults
+    return (
+        [*faults, *_check_fsdp(fsdp)]
+        if fsdp or config.get("distributed_type") == "FSDP"
+        else faults
+    )
 
 
 def _find_unknown(*sections: dict[str, Any]) -> Iterator[str]:
@@ -37,8 +53,13 @@ def _find_unknown(*sections: dict[str, Any]) -> Iterator[str]:
 
     # Accelerate merges both sections into the launcher's arguments, so a setting must have the name of one of these arguments.
     arguments = ["fsdp_ignored_modules", *vars(launch_command_parser().parse_args(["script.py"]))]
-    prefixed = ([name for name in arguments if name.startswith(prefix)] for prefix in ("fsdp_", "parallelism_config_"))
-    for section, known in zip(sections, ([*ClusterConfig.__dataclass_fields__], *prefixed), strict=True):
+    prefixed = (
+        [name for name in arguments if name.startswith(prefix)]
+        for prefix in ("fsdp_", "parallelism_config_")
+    )
+    for section, known in zip(
+        sections, ([*ClusterConfig.__dataclass_fields__], *prefixed), strict=True
+    ):
         for name in sorted({*map(str, section)} - {*known}):
             close = get_close_matches(name, known, 1, cutoff=0.5)
             yield f"Accelerate has no setting {name}. {f'Did you mean {close[0]}?' if close else 'Remove it.'}"
@@ -47,7 +68,10 @@ def _find_unknown(*sections: dict[str, Any]) -> Iterator[str]:
 def _check_launch(config: dict[str, Any], parallel: dict[str, Any]) -> Iterator[str]:
     kind, precision = config.get("distributed_type"), config.get("mixed_precision", "no")
     nodes, ranks = config.get("num_machines", 1), config.get("num_processes", 1)
-    sizes = {name: parallel.get(f"parallelism_config_{name}", 1) for name in ("dp_replicate_size", "dp_shard_size")}
+    sizes = {
+        name: parallel.get(f"parallelism_config_{name}", 1)
+        for name in ("dp_replicate_size", "dp_shard_size")
+    }
     numbers = {"num_machines": nodes, "num_processes": ranks, **sizes}
     if config.get("fsdp_config") and kind != "FSDP":
         yield f"distributed_type is {kind}, so fsdp_config is ignored. Set it to FSDP."
@@ -55,7 +79,9 @@ def _check_launch(config: dict[str, Any], parallel: dict[str, Any]) -> Iterator[
         yield f"mixed_precision is {precision}. Set bf16, fp16 or 'no', in quotes."
     if nodes != 1 and not config.get("main_process_ip"):
         yield "main_process_ip is missing, so the nodes would wait for each other. Set the address of node 0."
-    if wrong := {name: number for name, number in numbers.items() if type(number) is not int or number < 1}:
+    if wrong := {
+        name: number for name, number in numbers.items() if type(number) is not int or number < 1
+    }:
         yield f"{wrong}: set whole numbers from 1."
     elif ranks % nodes:
         yield f"num_processes {ranks} is no multiple of num_machines {nodes}. Give each node the same number of ranks."
@@ -65,7 +91,10 @@ def _check_launch(config: dict[str, Any], parallel: dict[str, Any]) -> Iterator[
 
 def _check_fsdp(fsdp: dict[str, Any]) -> Iterator[str]:
     version, policy = fsdp.get("fsdp_version", "1 by default"), fsdp.get("fsdp_auto_wrap_policy")
-    state, layers = fsdp.get("fsdp_state_dict_type"), fsdp.get("fsdp_transformer_layer_cls_to_wrap") or ""
+    state, layers = (
+        fsdp.get("fsdp_state_dict_type"),
+        fsdp.get("fsdp_transformer_layer_cls_to_wrap") or "",
+    )
     if version != 2:
         yield f"fsdp_version is {version}. Set `fsdp_version: 2`; `accelerate to-fsdp2` converts a config for FSDP1."
     if "fsdp_sharding_strategy" in fsdp:

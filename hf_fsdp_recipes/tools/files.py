@@ -37,7 +37,12 @@ def find_file(kind: Kind, name: str) -> Path:
     If neither exists, raises a ToolError that names similar shipped files, or all of them.
     """
     directory, relative = shipped_directory(kind), name.removeprefix(f"{FOLDERS[kind]}/")
-    for file in (Path(name), Path(f"{name}.yaml"), directory / relative, directory / f"{relative}.yaml"):
+    for file in (
+        Path(name),
+        Path(f"{name}.yaml"),
+        directory / relative,
+        directory / f"{relative}.yaml",
+    ):
         if file.is_file():
             return file
     names = [file.stem for file in shipped_files(kind)]
@@ -72,7 +77,11 @@ def make_app(kind: Kind) -> typer.Typer:
         print(find_file(kind, name).read_text(), end="")
 
     @app.command()
-    def path(name: Annotated[Optional[str], typer.Argument(help="A name; default: the directory.")] = None) -> None:
+    def path(
+        name: Annotated[
+            Optional[str], typer.Argument(help="A name; default: the directory.")
+        ] = None,
+    ) -> None:
         """Print a file's path, for example for `accelerate launch --config_file`."""
         print(find_file(kind, name) if name else shipped_directory(kind))
 
@@ -84,11 +93,19 @@ def copy(name: Name) -> None:
     source = find_file("recipe", name)
     values = read_yaml(source).values() if source.suffix == ".yaml" else ()
     named = [value for value in values if isinstance(value, str)]
-    files = {file: source.parent / file for file in [source.name, *named] if (source.parent / file).is_file()}
+    files = {
+        file: source.parent / file
+        for file in [source.name, *named]
+        if (source.parent / file).is_file()
+    }
     files["launch.slurm"] = shipped_directory("recipe") / "launch.slurm"
     existing = [target for target in files if Path(target).exists()]
-    if changed := [target for target in existing if not filecmp.cmp(target, files[target], shallow=False)]:
-        raise ToolError(f"{', '.join(changed)} exists here already. Move it, or use another directory.")
+    if changed := [
+        target for target in existing if not filecmp.cmp(target, files[target], shallow=False)
+    ]:
+        raise ToolError(
+            f"{', '.join(changed)} exists here already. Move it, or use another directory."
+        )
     for target in files:
         if target not in existing:
             Path(target).parent.mkdir(parents=True, exist_ok=True)

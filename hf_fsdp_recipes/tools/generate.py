@@ -10,19 +10,29 @@ from hf_fsdp_recipes.errors import ToolError, describe
 
 
 def generate(
-    model: Annotated[Path, typer.Argument(help="Directory of a model or an adapter, such as runs/first/export.")],
+    model: Annotated[
+        Path, typer.Argument(help="Directory of a model or an adapter, such as runs/first/export.")
+    ],
     prompt: Annotated[str, typer.Option(help="The prompt.")],
-    chat: Annotated[bool, typer.Option("--chat", help="Format the prompt with the model's chat template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 200,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Format the prompt with the model's chat template.")
+    ] = False,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens to generate.")
+    ] = 200,
 ) -> None:
     """Continue a prompt greedily with an exported model or adapter."""
     print(complete(model, [prompt], is_chat=chat, max_new_tokens=max_new_tokens)[0])
 
 
-def complete(model: Path, prompts: Sequence[str], *, is_chat: bool = False, max_new_tokens: int = 200) -> list[str]:
+def complete(
+    model: Path, prompts: Sequence[str], *, is_chat: bool = False, max_new_tokens: int = 200
+) -> list[str]:
     """Return the greedy continuation of each prompt or, with `is_chat`, the answer to it. If that fails, raise a ToolError."""
     if not any(model.glob("*.safetensors")):
-        raise ToolError(f"{model} is no directory with exported weights. Name an export, such as runs/first/export.")
+        raise ToolError(
+            f"{model} is no directory with exported weights. Name an export, such as runs/first/export."
+        )
     from transformers import logging, pipeline
 
     logging.set_verbosity_error()
@@ -30,8 +40,12 @@ def complete(model: Path, prompts: Sequence[str], *, is_chat: bool = False, max_
     inputs = [[{"role": "user", "content": prompt}] if is_chat else prompt for prompt in prompts]
     try:
         generator = pipeline("text-generation", str(model), batch_size=len(prompts))
-        generator.tokenizer.pad_token = generator.tokenizer.pad_token or generator.tokenizer.eos_token
-        found = generator(inputs, max_new_tokens=max_new_tokens, do_sample=False, return_full_text=False)
+        generator.tokenizer.pad_token = (
+            generator.tokenizer.pad_token or generator.tokenizer.eos_token
+        )
+        found = generator(
+            inputs, max_new_tokens=max_new_tokens, do_sample=False, return_full_text=False
+        )
     except (OSError, ValueError) as error:
         raise ToolError(f"{model} cannot generate: {describe(error)}") from error
     return [output["generated_text"].strip() for [output] in found]

@@ -22,7 +22,10 @@ from hf_fsdp_recipes.tools.files import find_file, read_yaml, shipped_directory
 # Options that both the launcher and the script have. They are passed to the script, as in `trl sft`.
 SHARED_OPTIONS = {"debug", "gradient_accumulation_steps"}
 # Let torchrun pass on the signal that Slurm sends before a job ends. Give the ranks ten minutes to write a checkpoint.
-PREEMPTION = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
+PREEMPTION = {
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+}
 CPU_ENVIRONMENT = {
     "ACCELERATE_USE_CPU": "true",  # with FSDP, the launcher does not pass on use_cpu
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -34,13 +37,20 @@ ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)",
 # Options of the launcher that replace a template's values for GPUs, and fields of the recipe that go with them.
 ON_CPU = "--num_machines=1 --machine_rank=0 --main_process_ip=127.0.0.1 --mixed_precision=no --dynamo_backend=no"
 FLOAT32 = ["--bf16=false", "--fp16=false"]
-NOT_THE_CAUSE = ("ChildFailedError", "by peer")  # words of the launcher's summary, and of ranks that lost another
+NOT_THE_CAUSE = (
+    "ChildFailedError",
+    "by peer",
+)  # words of the launcher's summary, and of ranks that lost another
 
 
 def sft(
     context: typer.Context,
-    accelerate_config: Annotated[str, typer.Option("--accelerate_config", help="A template, or an Accelerate config.")],
-    config: Annotated[Optional[str], typer.Option("--config", help="A shipped recipe, or a file.")] = None,
+    accelerate_config: Annotated[
+        str, typer.Option("--accelerate_config", help="A template, or an Accelerate config.")
+    ],
+    config: Annotated[
+        Optional[str], typer.Option("--config", help="A shipped recipe, or a file.")
+    ] = None,
 ) -> None:
     """Fine-tune a model: all weights, LoRA or QLoRA.
 
@@ -69,7 +79,10 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
         raise ToolError(
             f"accelerate launch refuses {template} or an option: {describe(error)}. Run `hf-fsdp config check`."
         ) from error
-    except (ChildFailedError, SignalException):  # the ranks have printed why; torch has logged which rank failed first
+    except (
+        ChildFailedError,
+        SignalException,
+    ):  # the ranks have printed why; torch has logged which rank failed first
         sys.exit(1)
 
 
@@ -81,7 +94,12 @@ def parse_launch(script: Path, template: Path, arguments: Sequence[str]) -> Name
     from accelerate.commands.launch import launch_command_parser
 
     parser = launch_command_parser()
-    own = {name for action in parser._actions if action.dest not in SHARED_OPTIONS for name in action.option_strings}
+    own = {
+        name
+        for action in parser._actions
+        if action.dest not in SHARED_OPTIONS
+        for name in action.option_strings
+    }
     for_launcher, for_script = list[str](), list[str]()
     target = for_script
     for argument in arguments:
@@ -89,7 +107,9 @@ def parse_launch(script: Path, template: Path, arguments: Sequence[str]) -> Name
         if name.startswith("--") or name in own:
             target = for_launcher if name in own else for_script
         target.append(argument)
-    return parser.parse_args(["--config_file", str(template), *for_launcher, str(script), *for_script])
+    return parser.parse_args(
+        ["--config_file", str(template), *for_launcher, str(script), *for_script]
+    )
 
 
 def run_recipe(
@@ -105,13 +125,29 @@ def run_recipe(
     The command's output is appended to `log`. With `on_cpu`, the template's sharding runs on CPU ranks of this machine.
     Returns the exit status, or None if the command was still running.
     """
-    command = [sys.executable, "-m", "hf_fsdp_recipes.cli", "sft", "--accelerate_config", str(template)]
-    command += ["--main_process_port", "0", *([*ON_CPU.split(), *FLOAT32] if on_cpu else ()), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_fsdp_recipes.cli",
+        "sft",
+        "--accelerate_config",
+        str(template),
+    ]
+    command += [
+        "--main_process_port",
+        "0",
+        *([*ON_CPU.split(), *FLOAT32] if on_cpu else ()),
+        *arguments,
+    ]
     environment = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {})
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # then `finally` kills the ranks too
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # then `finally` kills the ranks too
     deadline = time.monotonic() + limit_seconds
     with log.open("a") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+        )
     try:
         while process.poll() is None and time.monotonic() < deadline and not is_done():
             time.sleep(0.1)
@@ -132,5 +168,7 @@ def kill_tree(process: "subprocess.Popen[Any]") -> None:
 
 def find_error(log: str) -> str:
     """Return the line of a run's output that says why it failed, or an empty string."""
-    found = [line for line in ERROR.findall(log) if not any(words in line for words in NOT_THE_CAUSE)]
+    found = [
+        line for line in ERROR.findall(log) if not any(words in line for words in NOT_THE_CAUSE)
+    ]
     return found[-1].strip() if found else ""

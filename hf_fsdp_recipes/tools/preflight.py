@@ -23,8 +23,15 @@ from hf_fsdp_recipes.tools.files import find_file, read_yaml
 PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 PROBE_BYTES = 64 << 20  # a disk with less free space counts as full
 ANSWER_SECONDS = 10.0  # limit for the greeting, which another preflight answers at once
-VISIBLE_SECONDS = 5.0  # enough for NFS, where listing a directory refreshes the client's cache of it
-DEFAULTS = {"num_machines": 1, "machine_rank": 0, "main_process_ip": "127.0.0.1", "main_process_port": 29500}
+VISIBLE_SECONDS = (
+    5.0  # enough for NFS, where listing a directory refreshes the client's cache of it
+)
+DEFAULTS = {
+    "num_machines": 1,
+    "machine_rank": 0,
+    "main_process_ip": "127.0.0.1",
+    "main_process_port": 29500,
+}
 OWN_RANK = "Give each node its own --machine_rank; in an srun command, $SLURM_NODEID needs single quotes around it."
 
 
@@ -45,15 +52,33 @@ class Node:
 
 def preflight(
     context: typer.Context,
-    accelerate_config: Annotated[Optional[str], typer.Option("--accelerate_config", help="The template.")] = None,
-    num_machines: Annotated[Optional[int], typer.Option("--num_machines", min=1, help="Nodes of the job.")] = None,
-    machine_rank: Annotated[Optional[int], typer.Option("--machine_rank", help="This node's number, from 0.")] = None,
-    main_process_ip: Annotated[Optional[str], typer.Option("--main_process_ip", help="Address of node 0.")] = None,
-    main_process_port: Annotated[Optional[int], typer.Option("--main_process_port", help="The job's port.")] = None,
-    num_processes: Annotated[Optional[int], typer.Option("--num_processes", min=1, help="Ranks on all nodes.")] = None,
-    config: Annotated[Optional[str], typer.Option("--config", help="Recipe that sets output_dir.")] = None,
-    output_dir: Annotated[Optional[Path], typer.Option("--output_dir", help="Directory of the run.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the other nodes.")] = 120.0,
+    accelerate_config: Annotated[
+        Optional[str], typer.Option("--accelerate_config", help="The template.")
+    ] = None,
+    num_machines: Annotated[
+        Optional[int], typer.Option("--num_machines", min=1, help="Nodes of the job.")
+    ] = None,
+    machine_rank: Annotated[
+        Optional[int], typer.Option("--machine_rank", help="This node's number, from 0.")
+    ] = None,
+    main_process_ip: Annotated[
+        Optional[str], typer.Option("--main_process_ip", help="Address of node 0.")
+    ] = None,
+    main_process_port: Annotated[
+        Optional[int], typer.Option("--main_process_port", help="The job's port.")
+    ] = None,
+    num_processes: Annotated[
+        Optional[int], typer.Option("--num_processes", min=1, help="Ranks on all nodes.")
+    ] = None,
+    config: Annotated[
+        Optional[str], typer.Option("--config", help="Recipe that sets output_dir.")
+    ] = None,
+    output_dir: Annotated[
+        Optional[Path], typer.Option("--output_dir", help="Directory of the run.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds to wait for the other nodes.")
+    ] = 120.0,
 ) -> None:
     """Can these nodes work together? Run this on each node with `hf-fsdp sft`'s arguments. Training arguments are ignored."""
     template = find_file("template", accelerate_config) if accelerate_config else None
@@ -64,9 +89,13 @@ def preflight(
         output_dir = read_yaml(find_file("recipe", config)).get("output_dir")
     directory = Path(output_dir) if output_dir else None
     facts = {name: str(job[name]) for name in ("num_machines", "num_processes")}
-    facts |= {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
+    facts |= {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in PACKAGES
+    }
     if template is not None:
-        facts["template"] = f"{template.stem} ({hashlib.sha256(template.read_bytes()).hexdigest()[:8]})"
+        facts["template"] = (
+            f"{template.stem} ({hashlib.sha256(template.read_bytes()).hexdigest()[:8]})"
+        )
     node = Node(job["machine_rank"], job["num_machines"], facts)
     nodes = check_nodes(node, job["main_process_ip"], job["main_process_port"], directory, timeout)
     if node.machine_rank == 0:
@@ -74,7 +103,9 @@ def preflight(
         print(f"preflight passed on {', '.join(each.host for each in nodes)}: {found}", flush=True)
 
 
-def check_nodes(node: Node, address: str, port: int, output_dir: Path | None, timeout: float) -> list[Node]:
+def check_nodes(
+    node: Node, address: str, port: int, output_dir: Path | None, timeout: float
+) -> list[Node]:
     """Return all nodes, sorted by rank, or raise a ToolError. Each node calls this. All that reach node 0 get the same result.
 
     Each node connects to `port` of node 0, sends its report, and gets node 0's verdict. Node 0 waits up to `timeout` seconds
@@ -99,22 +130,32 @@ def check_nodes(node: Node, address: str, port: int, output_dir: Path | None, ti
     return nodes
 
 
-def judge(node: Node, address: str, port: int, output_dir: Path | None, timeout: float) -> tuple[list[Node], list[str]]:
+def judge(
+    node: Node, address: str, port: int, output_dir: Path | None, timeout: float
+) -> tuple[list[Node], list[str]]:
     """Collect the reports of all nodes that join in time. Send all nodes and all faults to each node, and return them."""
     deadline, peers, nodes = time.monotonic() + timeout, list[BufferedRWPair](), [node]
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    socket.create_server(target[:2], family=family).close()  # fails for another host's address and for a used port
+    socket.create_server(
+        target[:2], family=family
+    ).close()  # fails for another host's address and for a used port
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
-    with socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual) as server:
+    with socket.create_server(
+        ("", port), family=family, backlog=1024, dualstack_ipv6=dual
+    ) as server:
         while len(nodes) < node.num_machines and (left := deadline - time.monotonic()) > 0:
             server.settimeout(left)
-            with contextlib.suppress(OSError, ValueError):  # nothing has connected, or it is no node of this job
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # nothing has connected, or it is no node of this job
                 peer = greet(server.accept()[0], ANSWER_SECONDS)
                 nodes.append(Node(**json.loads(peer.readline())))
                 peers.append(peer)
     nodes.sort(key=lambda each: (each.machine_rank, each.host, each.pid))
-    faults = find_faults(nodes, address, timeout) or (find_unseen(nodes, output_dir) if output_dir else [])
+    faults = find_faults(nodes, address, timeout) or (
+        find_unseen(nodes, output_dir) if output_dir else []
+    )
     for peer in peers:
         with contextlib.suppress(OSError):
             send(peer, [[asdict(each) for each in nodes], faults])
@@ -132,7 +173,11 @@ def ask(node: Node, address: str, port: int, timeout: float) -> tuple[list[Node]
             connection = socket.create_connection((address, port), timeout=ANSWER_SECONDS / 2)
             peer = greet(connection, timeout + 2 * ANSWER_SECONDS)
         except OSError as error:
-            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRINUSE or time.monotonic() > deadline:
+            if (
+                isinstance(error, socket.gaierror)
+                or error.errno == errno.EADDRINUSE
+                or time.monotonic() > deadline
+            ):
                 raise
             time.sleep(0.2)
     try:
@@ -146,7 +191,11 @@ def ask(node: Node, address: str, port: int, timeout: float) -> tuple[list[Node]
 def greet(connection: socket.socket, timeout: float) -> BufferedRWPair:
     """Return the connection as a file with this timeout. Raise an OSError unless this job's preflight answers."""
     connection.settimeout(ANSWER_SECONDS)
-    greeting, answer, peer = f"preflight {os.environ.get('SLURM_JOB_ID')}", None, connection.makefile("rwb")
+    greeting, answer, peer = (
+        f"preflight {os.environ.get('SLURM_JOB_ID')}",
+        None,
+        connection.makefile("rwb"),
+    )
     with contextlib.suppress(OSError, ValueError):
         send(peer, greeting)
         answer = json.loads(peer.readline())
@@ -171,7 +220,9 @@ def find_faults(nodes: list[Node], address: str, timeout: float) -> list[str]:
         for node in nodes:
             holders.setdefault(node.facts.get(name, "none"), []).append(node)
         if len(holders) > 1:
-            found = "; ".join(f"{value} on {_shorten(members)}" for value, members in holders.items())
+            found = "; ".join(
+                f"{value} on {_shorten(members)}" for value, members in holders.items()
+            )
             faults.append(f"{name} differs: {found}. Make it the same on all nodes.")
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
     for rank in twice:
@@ -185,7 +236,9 @@ def find_faults(nodes: list[Node], address: str, timeout: float) -> list[str]:
 
 
 def _shorten(names: Sequence[object]) -> str:
-    return ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return ", ".join(map(str, names[:4])) + (
+        f" and {len(names) - 4} more" if len(names) > 4 else ""
+    )
 
 
 def explain(error: OSError, address: str, port: int) -> str:
@@ -215,7 +268,9 @@ def write_probe(probe: Path) -> list[str]:
             os.fsync(stream.fileno())
             stream.truncate(0)
     except OSError as error:
-        return [f"output_dir {probe.parent} cannot be written ({error.strerror}). Check permissions, quota and mount."]
+        return [
+            f"output_dir {probe.parent} cannot be written ({error.strerror}). Check permissions, quota and mount."
+        ]
     return []
 
 
@@ -226,5 +281,7 @@ def find_unseen(nodes: list[Node], output_dir: Path) -> list[str]:
         names = {file.name for file in output_dir.iterdir()}
         unseen = [each for each in nodes if f".preflight-{each.host}-{each.pid}" not in names]
         time.sleep(0.1)
-    cure = f"All nodes save in {output_dir}: pass an absolute path on storage that all of them mount."
+    cure = (
+        f"All nodes save in {output_dir}: pass an absolute path on storage that all of them mount."
+    )
     return [f"{nodes[0]} does not see the files of {_shorten(unseen)}. {cure}"] if unseen else []

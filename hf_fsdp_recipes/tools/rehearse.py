@@ -33,8 +33,12 @@ SIZES = {  # of the tiny model; the rows have names from configs of Llama, GPT-2
 def rehearse(
     context: typer.Context,
     config: Annotated[str, typer.Option("--config", help="Recipe: a name or a file.")],
-    accelerate_config: Annotated[str, typer.Option("--accelerate_config", help="Template for the sharding.")] = "cpu",
-    directory: Annotated[Optional[Path], typer.Option(help="Keep the files in this directory.")] = None,
+    accelerate_config: Annotated[
+        str, typer.Option("--accelerate_config", help="Template for the sharding.")
+    ] = "cpu",
+    directory: Annotated[
+        Optional[Path], typer.Option(help="Keep the files in this directory.")
+    ] = None,
 ) -> None:
     """Will my recipe run to the end? Load, train, kill, resume, export and generate with a tiny model on CPU ranks.
 
@@ -44,19 +48,36 @@ def rehearse(
 
     with contextlib.ExitStack() as stack:
         if directory is None:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hf-fsdp-rehearsal-")))
+            directory = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="hf-fsdp-rehearsal-"))
+            )
         directory.mkdir(parents=True, exist_ok=True)
         if (directory / "run").exists():
-            raise ToolError(f"{directory} holds a rehearsal already. Remove it, or use another --directory.")
+            raise ToolError(
+                f"{directory} holds a rehearsal already. Remove it, or use another --directory."
+            )
         template = find_file("template", accelerate_config)
-        arguments = [*write_recipe(find_file("recipe", config), directory, context.args), *ranks_of(template)]
+        arguments = [
+            *write_recipe(find_file("recipe", config), directory, context.args),
+            *ranks_of(template),
+        ]
         print("train, and kill all ranks after the first checkpoint", flush=True)
-        train(template, arguments, directory, directory / "run" / f"checkpoint-{SAVE_STEPS}" / "trainer_state.json")
+        train(
+            template,
+            arguments,
+            directory,
+            directory / "run" / f"checkpoint-{SAVE_STEPS}" / "trainer_state.json",
+        )
         print("resume and export", flush=True)
         train(template, arguments, directory, None)
         for export in sorted(directory.glob("run/export*")):
-            print(f"generate with {export.name}: {complete(export, ['The'], max_new_tokens=8)[0]!r}", flush=True)
-        print(f"{Path(config).stem} with {template.stem}: loaded, killed, resumed, exported and generated")
+            print(
+                f"generate with {export.name}: {complete(export, ['The'], max_new_tokens=8)[0]!r}",
+                flush=True,
+            )
+        print(
+            f"{Path(config).stem} with {template.stem}: loaded, killed, resumed, exported and generated"
+        )
 
 
 def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> list[str]:
@@ -75,27 +96,47 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
     arguments = parse_arguments([*given, "--dataset_streaming", "true"])
     name = arguments.recipe.config_name or arguments.model.model_name_or_path
     if name is None:
-        raise ToolError("the recipe names no model. Add --model_name_or_path, a directory or a Hub id.")
-    tokenizer_name, model, data = arguments.recipe.tokenizer_name or name, directory / "model", directory / "rows.jsonl"
+        raise ToolError(
+            "the recipe names no model. Add --model_name_or_path, a directory or a Hub id."
+        )
+    tokenizer_name, model, data = (
+        arguments.recipe.tokenizer_name or name,
+        directory / "model",
+        directory / "rows.jsonl",
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
     except (OSError, ValueError) as error:
         cure = "Log in, or use --tokenizer_name of another model. Without a network, set HF_HUB_OFFLINE=1."
-        raise ToolError(f"the tokenizer of {tokenizer_name} cannot be read: {describe(error)} {cure}") from error
+        raise ToolError(
+            f"the tokenizer of {tokenizer_name} cannot be read: {describe(error)} {cure}"
+        ) from error
     config = shrink(find_config(name), len(tokenizer))
     AutoModelForCausalLM.from_config(config, dtype="float32").save_pretrained(model)
     tokenizer.save_pretrained(model)
     rows = islice(read_rows(arguments)[0], NUM_ROWS)
     data.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
-    replaced = {"model_name_or_path": model, "tokenizer_name": model, "config_name": "", "config_overrides": ""}
+    replaced = {
+        "model_name_or_path": model,
+        "tokenizer_name": model,
+        "config_name": "",
+        "config_overrides": "",
+    }
     replaced |= {"dataset_name": data, "output_dir": directory / "run"}
-    return [*given, *(word for name, value in replaced.items() for word in (f"--{name}", str(value))), *SHORT]
+    return [
+        *given,
+        *(word for name, value in replaced.items() for word in (f"--{name}", str(value))),
+        *SHORT,
+    ]
 
 
 def shrink(config: Any, num_tokens: int) -> Any:
     """Return a tiny config of the same class. Tied weights stay tied. Of several kinds of layers, two kinds are kept."""
     tiny = copy.deepcopy(config)
-    heads, groups = getattr(tiny, "num_attention_heads", 4), getattr(tiny, "num_key_value_heads", None)
+    heads, groups = (
+        getattr(tiny, "num_attention_heads", 4),
+        getattr(tiny, "num_key_value_heads", None),
+    )
     sizes = SIZES | {"vocab_size": num_tokens}
     if groups:
         sizes["num_key_value_heads"] = max(1, sizes["num_attention_heads"] * groups // heads)
@@ -103,7 +144,10 @@ def shrink(config: Any, num_tokens: int) -> Any:
         if isinstance(getattr(tiny, name, None), int):
             with contextlib.suppress(AttributeError):  # the field is computed from others
                 setattr(tiny, name, size)
-    for name in ("layer_types", "mlp_layer_types"):  # each has one entry per layer; keep different kinds
+    for name in (
+        "layer_types",
+        "mlp_layer_types",
+    ):  # each has one entry per layer; keep different kinds
         kinds = getattr(tiny, name, None)
         if isinstance(kinds, list):
             setattr(tiny, name, [*dict.fromkeys(kinds), *kinds][: SIZES["num_hidden_layers"]])
@@ -114,7 +158,9 @@ def shrink(config: Any, num_tokens: int) -> Any:
 
 def ranks_of(template: Path) -> list[str]:
     """Return the launcher's options for a rehearsal: two ranks or, with hybrid sharding, two replicas of two ranks each."""
-    units = "--fsdp_min_num_params=5000"  # the tiny model is smaller than one FSDP unit of a real one
+    units = (
+        "--fsdp_min_num_params=5000"  # the tiny model is smaller than one FSDP unit of a real one
+    )
     if "parallelism_config" not in read_yaml(template):
         return [units, "--num_processes=2"]
     sizes = [f"--parallelism_config_{name}=2" for name in ("dp_replicate_size", "dp_shard_size")]
@@ -129,6 +175,9 @@ def train(template: Path, arguments: Sequence[str], directory: Path, first: Path
     status = run_recipe(template, arguments, log, is_done, LIMIT_SECONDS, on_cpu=True)
     text = log.read_text(errors="replace")
     if not (is_done() if first else status == 0):
-        raise ToolError(find_error(text) or f"the run failed, or took too long. Its output ends with:\n{text[-2000:]}")
+        raise ToolError(
+            find_error(text)
+            or f"the run failed, or took too long. Its output ends with:\n{text[-2000:]}"
+        )
     if not first and "resuming from" not in text:
         raise ToolError("the second run did not resume from the first one's checkpoint.")

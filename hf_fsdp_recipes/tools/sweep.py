@@ -33,14 +33,20 @@ COLUMNS = {  # {measurement without the warm-up: title and format}
     "tokens_per_second_per_device": ("tokens/s per rank", "{:,.0f}"),
     "mfu": ("MFU", "{:.1%}"),
 }
-Result: TypeAlias = dict[str, Any]  # template, ranks and status of a case, and what is known of COLUMNS
+Result: TypeAlias = dict[
+    str, Any
+]  # template, ranks and status of a case, and what is known of COLUMNS
 
 
 def sweep(
     context: typer.Context,
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Directory for all runs.")],
-    accelerate_config: Annotated[list[str], typer.Option("--accelerate_config", help="Template; repeatable.")] = [],  # noqa: B006
-    num_processes: Annotated[list[int], typer.Option("--num_processes", min=1, help="Ranks; repeatable.")] = [],  # noqa: B006
+    accelerate_config: Annotated[
+        list[str], typer.Option("--accelerate_config", help="Template; repeatable.")
+    ] = [],  # noqa: B006
+    num_processes: Annotated[
+        list[int], typer.Option("--num_processes", min=1, help="Ranks; repeatable.")
+    ] = [],  # noqa: B006
 ) -> None:
     """Which template scales? Measure a recipe's memory, time and throughput with each template and number of ranks.
 
@@ -49,15 +55,24 @@ def sweep(
     import torch
 
     if bool(accelerate_config) != bool(num_processes):
-        raise ToolError("Pass both --accelerate_config and --num_processes, or neither to show the earlier runs.")
+        raise ToolError(
+            "Pass both --accelerate_config and --num_processes, or neither to show the earlier runs."
+        )
     for template in [find_file("template", name) for name in accelerate_config]:
         for ranks in sorted(set(num_processes)):
             case = output_dir / f"{template.stem}_{ranks}ranks"
             case.mkdir(parents=True, exist_ok=True)
             for earlier in (case / METRICS_FILE, case / LOG_FILE):
                 earlier.unlink(missing_ok=True)
-            arguments = [*MEASURE_ONLY.split(), *context.args, f"--num_processes={ranks}", f"--output_dir={case}"]
-            run_recipe(template, arguments, case / LOG_FILE, on_cpu=not torch.accelerator.is_available())
+            arguments = [
+                *MEASURE_ONLY.split(),
+                *context.args,
+                f"--num_processes={ranks}",
+                f"--output_dir={case}",
+            ]
+            run_recipe(
+                template, arguments, case / LOG_FILE, on_cpu=not torch.accelerator.is_available()
+            )
             print(f"{case.name}: {find_status(case)}", flush=True)
     print(write_table(output_dir).read_text())
 
@@ -65,7 +80,9 @@ def sweep(
 def find_status(case: Path) -> str:
     """Return a case's status, from metrics.jsonl and logs: "finished", "OOM", "not run", or "failed: " and the reason."""
     entries = read_metrics(case / METRICS_FILE)
-    num_done, num_steps = (max((entry.get(name, 0) for entry in entries), default=0) for name in ("step", "max_steps"))
+    num_done, num_steps = (
+        max((entry.get(name, 0) for entry in entries), default=0) for name in ("step", "max_steps")
+    )
     if any(entry.get("ended_at_step") == num_steps for entry in entries):
         return FINISHED
     files = [*case.glob("*log*"), *sorted((case / RANK_LOGS).rglob("*"))]
@@ -76,7 +93,11 @@ def find_status(case: Path) -> str:
         return f"failed: {textwrap.shorten(error, 160, placeholder='...')}"
     if re.search(r"exitcode *: -9", log):
         return "failed: a rank was killed (SIGKILL), usually for lack of host memory"
-    return f"failed: {num_done} of {num_steps} steps; it may still be running" if log or entries else "not run"
+    return (
+        f"failed: {num_done} of {num_steps} steps; it may still be running"
+        if log or entries
+        else "not run"
+    )
 
 
 def read_result(case: Path) -> Result:
@@ -88,11 +109,15 @@ def read_result(case: Path) -> Result:
     if result["status"] != FINISHED or not steps:
         return result
     start = next(entry for entry in entries if "run" in entry)
-    rows_per_step = start["batch_per_device"] * start["num_ranks"] * start["gradient_accumulation_steps"]
+    rows_per_step = (
+        start["batch_per_device"] * start["num_ranks"] * start["gradient_accumulation_steps"]
+    )
     seconds = statistics.median(step["step_seconds"] for step in steps)
     kinds = ("device_reserved_peak_bytes", "device_peak_bytes", "host_bytes")
     found: Result = {name: average(steps, name) for name in COLUMNS}
-    found["gigabytes"] = next(filter(None, (max(max(step[kind]) for step in steps) for kind in kinds)), 0) / 1e9
+    found["gigabytes"] = (
+        next(filter(None, (max(max(step[kind]) for step in steps) for kind in kinds)), 0) / 1e9
+    )
     found["step_seconds"] = seconds
     if "num_rows" in start:  # otherwise the dataset is a stream
         found["epoch_seconds"] = -(-start["num_rows"] // rows_per_step) * seconds
@@ -108,16 +133,24 @@ def write_table(output_dir: Path) -> Path:
     results = [read_result(case) for case in output_dir.glob("*_*ranks") if case.is_dir()]
     results.sort(key=lambda one: (one["template"], one["ranks"]))
     if not results:
-        raise ToolError(f"{output_dir} holds no case of a sweep. Pass the --output_dir of `hf-fsdp sweep`.")
+        raise ToolError(
+            f"{output_dir} holds no case of a sweep. Pass the --output_dir of `hf-fsdp sweep`."
+        )
     titles = ["template", "ranks", *(title for title, _ in COLUMNS.values())]
     lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
     for one in results:
-        cells = [text.format(one[name]) if name in one else "-" for name, (_, text) in COLUMNS.items()]
+        cells = [
+            text.format(one[name]) if name in one else "-" for name, (_, text) in COLUMNS.items()
+        ]
         if "gigabytes" not in one:
             cells[0] = one["status"].partition(":")[0]
         lines.append(f"| {' | '.join([one['template'], str(one['ranks']), *cells])} |")
     failed = [one for one in results if ":" in one["status"]]
-    lines += ["", *(f"- {one['template']} on {one['ranks']}: {one['status']}" for one in failed), ""]
+    lines += [
+        "",
+        *(f"- {one['template']} on {one['ranks']}: {one['status']}" for one in failed),
+        "",
+    ]
     lines += [
         "Memory: largest rank, reserved by the device's allocator or, on CPU ranks, anonymous host memory at optimizer steps. "
         "Step: median after the warm-up. Epoch: steps of an epoch times the step time; no epoch was run. Padding is not counted.",
@@ -142,11 +175,22 @@ def draw(results: Sequence[Result]) -> Any:
     for axes, (name, (title, _)) in zip(figure.subplots(3, 2).flat, COLUMNS.items(), strict=True):
         for template in dict.fromkeys(one["template"] for one in results):
             measured = [one for one in results if one["template"] == template and name in one]
-            axes.plot([one["ranks"] for one in measured], [one[name] for one in measured], "o-", label=template)
+            axes.plot(
+                [one["ranks"] for one in measured],
+                [one[name] for one in measured],
+                "o-",
+                label=template,
+            )
         for ranks in counts:
-            if lost := [one["template"] for one in results if (one["ranks"], one["status"]) == (ranks, OUT_OF_MEMORY)]:
+            if lost := [
+                one["template"]
+                for one in results
+                if (one["ranks"], one["status"]) == (ranks, OUT_OF_MEMORY)
+            ]:
                 text, place = f"OOM: {', '.join(lost)}", ("data", "axes fraction")
-                axes.annotate(text, (ranks, 0.95), xycoords=place, rotation=90, va="top", ha="center")
+                axes.annotate(
+                    text, (ranks, 0.95), xycoords=place, rotation=90, va="top", ha="center"
+                )
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(ranks) for ranks in counts])
         axes.set_xlim(counts[0] / 1.3, counts[-1] * 1.3)

@@ -18,10 +18,14 @@ def adjust(trainer: SFTTrainer, is_streamed: bool) -> None:
     """Change a new trainer in place. Every rank calls this before `trainer.train`. Not a collective."""
     if trainer.padding_free:
         trainer.add_callback(PackingCheck(trainer.data_collator))
-    if is_streamed:  # an endless stream lets a resumed run skip the rows it has seen, even in a later pass
+    if (
+        is_streamed
+    ):  # an endless stream lets a resumed run skip the rows it has seen, even in a later pass
         trainer.train_dataset = trainer.train_dataset.repeat(None)
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin and plugin.mixed_precision_policy:  # the policy's own reduce_dtype would sum gradients in 16 bits
+    if (
+        plugin and plugin.mixed_precision_policy
+    ):  # the policy's own reduce_dtype would sum gradients in 16 bits
         policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
         plugin.mixed_precision_policy = policy
         gather_units_once(trainer.model)
@@ -69,7 +73,10 @@ class PackingCheck(TrainerCallback):
         outputs = []
         for first in (last, [token + 1 for token in last]):
             batch = self._collate([{"input_ids": row, "labels": row} for row in (first, last)])
-            batch = {name: value.to(args.device) if hasattr(value, "to") else value for name, value in batch.items()}
+            batch = {
+                name: value.to(args.device) if hasattr(value, "to") else value
+                for name, value in batch.items()
+            }
             del batch["labels"]
             outputs.append(model(**batch, use_cache=False).logits[0, LENGTH:].float())
         if torch.dist(*outputs) > TOLERANCE * outputs[0].norm():

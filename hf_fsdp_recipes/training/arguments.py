@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
 # Fields that may hold a path relative to the recipe's own file.
-PATHS = ("model_name_or_path", "dataset_name", "config_name", "tokenizer_name", "chat_template_path")
+PATHS = (
+    "model_name_or_path",
+    "dataset_name",
+    "config_name",
+    "tokenizer_name",
+    "chat_template_path",
+)
 
 
 def _help(text: str, default: Any = None) -> Any:
@@ -29,15 +35,29 @@ def _help(text: str, default: Any = None) -> Any:
 class RecipeArguments:
     """The recipe arguments that this package adds to TRL's."""
 
-    config_name: str | None = _help("Config of a new model with random weights, instead of model_name_or_path.")
-    config_overrides: str | None = _help("Changes to it, such as hidden_size=768,num_hidden_layers=12.")
+    config_name: str | None = _help(
+        "Config of a new model with random weights, instead of model_name_or_path."
+    )
+    config_overrides: str | None = _help(
+        "Changes to it, such as hidden_size=768,num_hidden_layers=12."
+    )
     tokenizer_name: str | None = _help("Tokenizer, if it is not the model's own.")
-    prompt_format: Literal["alpaca", "chat"] = _help("Text for rows of instruction, input and output.", "chat")
-    validation_split_percentage: float = _help("Percentage of rows to hold out if there is no test split.", 0.0)
+    prompt_format: Literal["alpaca", "chat"] = _help(
+        "Text for rows of instruction, input and output.", "chat"
+    )
+    validation_split_percentage: float = _help(
+        "Percentage of rows to hold out if there is no test split.", 0.0
+    )
     export: bool = _help("Export the trained model to <output_dir>/export.", True)
-    export_dtype: str | None = _help("Dtype of the exported weights; default: that of the trained ones.")
-    merge_adapter: bool = _help("Also export the base model with the adapter merged in, to export_merged/.", False)
-    throughput_warmup_steps: int = _help("Steps after a start that do not count in the average throughput.", 3)
+    export_dtype: str | None = _help(
+        "Dtype of the exported weights; default: that of the trained ones."
+    )
+    merge_adapter: bool = _help(
+        "Also export the base model with the adapter merged in, to export_merged/.", False
+    )
+    throughput_warmup_steps: int = _help(
+        "Steps after a start that do not count in the average throughput.", 3
+    )
 
 
 @dataclass
@@ -64,18 +84,30 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments))
+    parser = TrlParser(
+        (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments)
+    )
     parser.allow_abbrev = False
     parser.error = _refuse  # argparse would print a page of usage
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # set by the launcher; TRL would take bf16
+    precision = os.environ.get(
+        "ACCELERATE_MIXED_PRECISION", "no"
+    )  # set by the launcher; TRL would take bf16
     parser.set_defaults(bf16=precision == "bf16", fp16=precision == "fp16")
     if patches.are_cpu_ranks_requested():
         parser.set_defaults(use_cpu=True, dataloader_pin_memory=False)
-    file = Path(arguments[arguments.index("--config") + 1]) if "--config" in arguments[:-1] else None
+    file = (
+        Path(arguments[arguments.index("--config") + 1]) if "--config" in arguments[:-1] else None
+    )
     recipe = read_recipe(file) if file else {}
-    given = {*re.findall(r"(?:^|\n)--([\w-]+)", "\n".join(arguments)), *recipe} - {"config", "help", "env"}
+    given = {*re.findall(r"(?:^|\n)--([\w-]+)", "\n".join(arguments)), *recipe} - {
+        "config",
+        "help",
+        "env",
+    }
     actions = {action.dest: action for action in parser._actions}
-    if wrong := [*filter(None, (_find_fault(name, recipe.get(name), actions) for name in sorted(given)))]:
+    if wrong := [
+        *filter(None, (_find_fault(name, recipe.get(name), actions) for name in sorted(given)))
+    ]:
         raise RecipeError(" ".join(wrong))
     try:
         found = Arguments(*parser.parse_args_and_config(arguments))
@@ -92,12 +124,16 @@ def read_recipe(file: Path) -> dict[str, Any]:
         text = file.read_text()
         recipe = yaml.safe_load(text)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"the recipe {file} cannot be read: {' '.join(str(error).split())}") from error
+        raise RecipeError(
+            f"the recipe {file} cannot be read: {' '.join(str(error).split())}"
+        ) from error
     if not isinstance(recipe, dict):
         raise RecipeError(f"the recipe {file} is no list of `name: value` lines.")
     node: Any = yaml.compose(text, yaml.SafeLoader)
     names = [name.value for name, _ in node.value]
-    if repeated := next((name for name in recipe if names.count(name) > 1), None):  # YAML would use the last value
+    if repeated := next(
+        (name for name in recipe if names.count(name) > 1), None
+    ):  # YAML would use the last value
         raise RecipeError(f"{repeated} is set twice in the recipe {file}. Remove one of the two.")
     return recipe
 
@@ -115,7 +151,9 @@ def _find_fault(name: str, value: Any, actions: dict[str, Any]) -> str | None:
     if action.choices and value not in (None, *action.choices):
         known = [str(choice) for choice in action.choices]
         return f"{name} is {value!r}. Set one of {', '.join(get_close_matches(str(value), known) or known)}."
-    kinds: Any = {int: int, float: (int, float)}.get(action.type)  # argparse itself checks values that are text
+    kinds: Any = {int: int, float: (int, float)}.get(
+        action.type
+    )  # argparse itself checks values that are text
     if kinds and action.nargs is None and value is not None and not isinstance(value, (str, kinds)):
         return f"{name} is {value!r}. Set {'a whole number' if kinds is int else 'a number'}."
     return None

@@ -9,7 +9,12 @@ from hf_fsdp_recipes.errors import RecipeError, describe
 from hf_fsdp_recipes.training.arguments import Arguments
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-COLUMNS = ("messages", "conversations", "prompt", "input_ids")  # TRL's columns, in addition to dataset_text_field
+COLUMNS = (
+    "messages",
+    "conversations",
+    "prompt",
+    "input_ids",
+)  # TRL's columns, in addition to dataset_text_field
 # Source: stanford_alpaca, https://github.com/tatsu-lab/stanford_alpaca (Apache-2.0).
 ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
@@ -31,7 +36,9 @@ def read_rows(arguments: Arguments) -> tuple[Any, Any]:
         cause = error.__cause__ or error
         raise RecipeError(f"{name} cannot be read: {describe(cause)}") from error
     if script.dataset_train_split not in rows:
-        raise RecipeError(f"dataset_train_split: {script.dataset_train_split} is none of {', '.join(rows)}.")
+        raise RecipeError(
+            f"dataset_train_split: {script.dataset_train_split} is none of {', '.join(rows)}."
+        )
     train, evaluation = rows[script.dataset_train_split], rows.get(script.dataset_test_split)
     if not arguments.is_streamed and len(train) < training.world_size:
         raise RecipeError(
@@ -44,7 +51,9 @@ def read_rows(arguments: Arguments) -> tuple[Any, Any]:
     columns = list(train.features or next(iter(train)))
     known = (*COLUMNS, training.dataset_text_field)
     if not set(columns) & set(known):
-        raise RecipeError(f"{name} has the columns {', '.join(columns)}. One of {', '.join(known)} is needed.")
+        raise RecipeError(
+            f"{name} has the columns {', '.join(columns)}. One of {', '.join(known)} is needed."
+        )
     return train, evaluation
 
 
@@ -55,7 +64,9 @@ def _load(arguments: Arguments) -> Any:
     if arguments.mixture.datasets:
         return get_dataset(arguments.mixture)
     path = Path(script.dataset_name)
-    if not path.exists() and (script.dataset_name.startswith((".", "/", "~")) or path.suffix in BUILDERS):
+    if not path.exists() and (
+        script.dataset_name.startswith((".", "/", "~")) or path.suffix in BUILDERS
+    ):
         raise RecipeError("there is no such file or folder.")
     if path.is_file() and path.suffix not in BUILDERS:
         raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
@@ -63,7 +74,10 @@ def _load(arguments: Arguments) -> Any:
     if path.exists():  # dataset_config applies only to a dataset on the Hub
         source["name"] = None
     if path.is_file():
-        source |= {"path": BUILDERS[path.suffix], "data_files": {script.dataset_train_split: str(path)}}
+        source |= {
+            "path": BUILDERS[path.suffix],
+            "data_files": {script.dataset_train_split: str(path)},
+        }
     return load_dataset(**source, streaming=script.dataset_streaming)
 
 
@@ -81,7 +95,10 @@ def to_alpaca(row: dict[str, Any]) -> dict[str, Any]:
     """Turn an instruction/input/output row into Alpaca's prompt and a completion."""
     context, paired, given = row.get("input"), "", ""
     if context:
-        paired, given = ", paired with an input that provides further context", f"### Input:\n{context}\n\n"
+        paired, given = (
+            ", paired with an input that provides further context",
+            f"### Input:\n{context}\n\n",
+        )
     return {"prompt": ALPACA.format(paired, row["instruction"], given), "completion": row["output"]}
 
 

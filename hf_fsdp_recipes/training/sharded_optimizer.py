@@ -15,7 +15,12 @@ from torch.distributed.tensor import DTensor
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-SHARDABLE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")  # from torch; they update elements separately
+SHARDABLE = (
+    "adamw_torch_fused",
+    "adamw_torch",
+    "sgd",
+    "rmsprop",
+)  # from torch; they update elements separately
 BITSANDBYTES = ("paged_adamw_32bit", "paged_lion_32bit", "lion_32bit", "rmsprop_bnb_32bit")
 
 
@@ -24,7 +29,9 @@ def optimizer_name(args: "TrainingArguments") -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def sharded_optimizer(args: "TrainingArguments") -> "tuple[type[torch.optim.Optimizer], dict[str, Any]] | None":
+def sharded_optimizer(
+    args: "TrainingArguments",
+) -> "tuple[type[torch.optim.Optimizer], dict[str, Any]] | None":
     """Make bitsandbytes' optimizers, such as `optim: paged_adamw_32bit`, work under FSDP2. Otherwise their first step fails.
 
     Pass the result to any Trainer: `SFTTrainer(..., args=args, optimizer_cls_and_kwargs=sharded_optimizer(args))`. Checkpoints
@@ -56,7 +63,9 @@ class _LocalStep:
             return super().init_state(group, p, gindex, pindex)  # type: ignore[misc]
         shard = p.to_local().detach()
         super().init_state(group, shard, gindex, pindex)  # type: ignore[misc]
-        self.state[p] = {name: _to_sharded(name, value, p) for name, value in self.state.pop(shard).items()}
+        self.state[p] = {
+            name: _to_sharded(name, value, p) for name, value in self.state.pop(shard).items()
+        }
 
     def update_step(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
         if not isinstance(p, DTensor):
@@ -66,7 +75,9 @@ class _LocalStep:
             state["step"] += 1
             return
         shard.grad = p.grad.to_local()
-        self.state[shard] = {name: getattr(value, "_local_tensor", value) for name, value in state.items()}
+        self.state[shard] = {
+            name: getattr(value, "_local_tensor", value) for name, value in state.items()
+        }
         super().update_step(group, shard, gindex, pindex)  # type: ignore[misc]
         state["step"] = self.state.pop(shard)["step"]
 
@@ -82,7 +93,11 @@ class _LocalStep:
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
         """Load the optimizer's state. If this is a paged optimizer, move the state to paged memory."""
         super().load_state_dict(state_dict, move_to_device)  # type: ignore[misc]
-        sharded = [(p, state) for p, state in self.state.items() if self.is_paged and isinstance(p, DTensor)]
+        sharded = [
+            (p, state)
+            for p, state in self.state.items()
+            if self.is_paged and isinstance(p, DTensor)
+        ]
         for p, state in sharded:
             for name, value in state.items():
                 if isinstance(value, DTensor):
@@ -95,6 +110,10 @@ def _to_sharded(name: str, value: Any, p: DTensor) -> Any:
     if not name.startswith("state"):
         return value
     sharded = torch.empty_like(p, dtype=value.dtype, requires_grad=False)
-    sharded._local_tensor = value  # `from_local` needs the mesh's device, but paged memory counts as CPU memory
-    sharded.is_paged = getattr(value, "is_paged", False)  # then bitsandbytes does not move it to the device
+    sharded._local_tensor = (
+        value  # `from_local` needs the mesh's device, but paged memory counts as CPU memory
+    )
+    sharded.is_paged = getattr(
+        value, "is_paged", False
+    )  # then bitsandbytes does not move it to the device
     return sharded

@@ -20,6 +20,8 @@ def run(fsdp):
 
     def run_on_ranks(output, world_size=2, *, function=train, expect_failure=False, **options):
         call = functools.partial(function, output, **options)
-        return run_ranks(call, world_size, environment=fsdp, timeout_seconds=200, expect_failure=expect_failure)
+        return run_ranks(
+            call, world_size, environment=fsdp, timeout_seconds=200, expect_failure=expect_failure
+        )
 
     return run_on_ranks

@@ -10,15 +10,22 @@ from collections import OrderedDict
 import torch
 
 ACCIDENTS = ("flip", "overwrite", "truncate", "extend", "replace", "delete")
-PART = "optimizer_0"  # holds tensors, and entries that torch DCP unpickles, such as the learning rate
+PART = (
+    "optimizer_0"  # holds tensors, and entries that torch DCP unpickles, such as the learning rate
+)
 
 
 def damage(file, way, choose):
     """Damage a file at a random place, or replace it with another one of its directory."""
-    content, others = file.read_bytes(), [path for path in file.parent.iterdir() if path.is_file() and path != file]
+    content, others = (
+        file.read_bytes(),
+        [path for path in file.parent.iterdir() if path.is_file() and path != file],
+    )
     start = choose.randrange(len(content))
     damaged = {
-        "flip": content[:start] + bytes([content[start] ^ 1 << choose.randrange(8)]) + content[start + 1 :],
+        "flip": content[:start]
+        + bytes([content[start] ^ 1 << choose.randrange(8)])
+        + content[start + 1 :],
         "overwrite": content[:start] + choose.randbytes(16) + content[start + 16 :],
         "truncate": content[:start],
         "extend": content + choose.randbytes(16),
@@ -53,7 +60,11 @@ def forge(way, checkpoint, canary):
     manifest = checkpoint / "manifest.json"
     if manifest.is_file():
         content = json.loads(manifest.read_text())
-        listed = [name for name in content["files"] if (checkpoint / name).is_file() and way != f"unlisted {name}"]
+        listed = [
+            name
+            for name in content["files"]
+            if (checkpoint / name).is_file() and way != f"unlisted {name}"
+        ]
         content.pop("xxh3")
         content["files"] = {name: read_facts(checkpoint / name) for name in listed}
         manifest.write_text(json.dumps(content))
@@ -78,9 +89,15 @@ def _entry(checkpoint, canary, disguise=""):
     metadata = pickle.loads((part / ".metadata").read_bytes())
     index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn.endswith("lr"))
     content, forged = (part / info.relative_path).read_bytes(), _saved(payload(canary))
-    harmless = next(text for text in (_saved("x" * length) for length in range(1000)) if len(text) == len(forged))
+    harmless = next(
+        text
+        for text in (_saved("x" * length) for length in range(1000))
+        if len(text) == len(forged)
+    )
     info.offset, info.length = len(content), len(forged)
-    (part / info.relative_path).write_bytes(content + (harmless if disguise == "folder" else forged))
+    (part / info.relative_path).write_bytes(
+        content + (harmless if disguise == "folder" else forged)
+    )
     if disguise == "folder":  # a harmless file has the same name
         (part / "folder").mkdir()
         (part / "folder" / info.relative_path).write_bytes(content + forged)
@@ -88,7 +105,9 @@ def _entry(checkpoint, canary, disguise=""):
     if disguise == "tensor":
         metadata.state_dict_metadata[index.fqn].chunks = []
     if disguise == "items":  # the dict has an attribute `items`, a function that returns nothing
-        metadata.storage_data = Reduced(OrderedDict, (list(metadata.storage_data.items()),), {"items": torch.Size})
+        metadata.storage_data = Reduced(
+            OrderedDict, (list(metadata.storage_data.items()),), {"items": torch.Size}
+        )
     (part / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
@@ -105,7 +124,9 @@ def _random_state(checkpoint, canary):
 ATTACKS = {
     "metadata": _metadata,
     f"unlisted {PART}/.metadata": _metadata,
-    "metadata of a rank, which torch DCP falls back to": functools.partial(_metadata, name="__0.metadata"),
+    "metadata of a rank, which torch DCP falls back to": functools.partial(
+        _metadata, name="__0.metadata"
+    ),
     "checkpoint of stock Trainer": _stock,
     "entry": _entry,
     "entry in a folder": functools.partial(_entry, disguise="folder"),

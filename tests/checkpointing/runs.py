@@ -7,7 +7,13 @@ from pathlib import Path
 
 from hf_fsdp_recipes.errors import CheckpointError
 
-LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+LORA = {
+    "r": 4,
+    "lora_alpha": 8,
+    "lora_dropout": 0.1,
+    "target_modules": "all-linear",
+    "task_type": "CAUSAL_LM",
+}
 BEST = {
     "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "score",
     "greater_is_better": False,
@@ -25,7 +31,9 @@ SFT = {
 }
 
 
-def make_trainer(output, callbacks=(), *, lora=False, sft=False, dropout=0.1, hidden=32, resume=None, **arguments):
+def make_trainer(
+    output, callbacks=(), *, lora=False, sft=False, dropout=0.1, hidden=32, resume=None, **arguments
+):
     """Build a Trainer, or an SFTTrainer, on 48 random rows. It saves every two of four steps unless `arguments` differ."""
     import torch
     from datasets import Dataset
@@ -44,12 +52,20 @@ def make_trainer(output, callbacks=(), *, lora=False, sft=False, dropout=0.1, hi
         num_key_value_heads=2, vocab_size=VOCABULARY, attention_dropout=dropout, use_cache=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    ids = torch.randint(0, VOCABULARY, (48, 16), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.randint(
+        0, VOCABULARY, (48, 16), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
-    common = {"train_dataset": rows, "eval_dataset": rows.select(range(8)), "callbacks": list(callbacks)}
+    common = {
+        "train_dataset": rows,
+        "eval_dataset": rows.select(range(8)),
+        "callbacks": list(callbacks),
+    }
     peft_config = LoraConfig(**LORA) if lora else None
     if sft:
-        return SFTTrainer(model, args, processing_class=_tokenizer(), peft_config=peft_config, **common)
+        return SFTTrainer(
+            model, args, processing_class=_tokenizer(), peft_config=peft_config, **common
+        )
     return Trainer(get_peft_model(model, peft_config) if lora else model, args, **common)
 
 
@@ -58,17 +74,25 @@ def _tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", eos_token="w2", unk_token="w0")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="w1", eos_token="w2", unk_token="w0"
+    )
 
 
 def describe(trainer):
     """Return the losses, Trainer's best model and hashes of the weights and the optimizer's state. Collective."""
-    state, optimizer, parameters = trainer.state, trainer.optimizer.state, sorted(trainer.model.named_parameters())
+    state, optimizer, parameters = (
+        trainer.state,
+        trainer.optimizer.state,
+        sorted(trainer.model.named_parameters()),
+    )
     return {
         "losses": {entry["step"]: entry["loss"] for entry in state.log_history if "loss" in entry},
         "best": (state.best_metric, state.best_global_step, state.best_model_checkpoint),
         "weights": [_digest(value) for _, value in parameters],
-        "optimizer": [_digest(value) for _, one in parameters for value in optimizer.get(one, {}).values()],
+        "optimizer": [
+            _digest(value) for _, one in parameters for value in optimizer.get(one, {}).values()
+        ],
     }
 
 
@@ -76,7 +100,9 @@ def _digest(value):
     import torch
 
     full = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
-    return hashlib.sha1(full.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:10]
+    return hashlib.sha1(
+        full.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()[:10]
 
 
 def train(output, *, stock=False, resume=True, callback=None, prepare=None, **options):

@@ -28,10 +28,14 @@ def _save_step_3_and_write_into_it(trainer):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_save_that_a_users_callback_asks_for_is_complete_and_keeps_what_on_save_adds(run, tmp_path, asynchronous):
+def test_a_save_that_a_users_callback_asks_for_is_complete_and_keeps_what_on_save_adds(
+    run, tmp_path, asynchronous
+):
     prepare, callback = _save_step_3_and_write_into_it, {"asynchronous": asynchronous}
     results = run(tmp_path, save_strategy="no", prepare=prepare, callback=callback)
-    assert steps_in(tmp_path) == [3] and [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+    assert steps_in(tmp_path) == [3] and [path.name for path in tmp_path.iterdir()] == [
+        "checkpoint-3"
+    ]
     assert len(list(tmp_path.glob("checkpoint-3/extra-*"))) == 2
     assert [[step for step, _ in result["notes"]] for result in results] == [[3], [3]]
     if not asynchronous:  # then on_save finds the complete checkpoint
@@ -42,18 +46,31 @@ def _save_at_the_end_of_epochs(trainer):
     on(trainer, "on_epoch_end", lambda state, control: setattr(control, "should_save", True))
 
 
-def test_a_run_deletes_its_own_checkpoints_only_and_starts_in_no_other_runs_directory(run, tmp_path):
-    options = {"max_steps": -1, "save_total_limit": 1, "per_device_train_batch_size": 12}  # two steps in an epoch
-    run(tmp_path, num_train_epochs=1, prepare=_save_at_the_end_of_epochs, **options)  # saves step 2 twice
+def test_a_run_deletes_its_own_checkpoints_only_and_starts_in_no_other_runs_directory(
+    run, tmp_path
+):
+    options = {
+        "max_steps": -1,
+        "save_total_limit": 1,
+        "per_device_train_batch_size": 12,
+    }  # two steps in an epoch
+    run(
+        tmp_path, num_train_epochs=1, prepare=_save_at_the_end_of_epochs, **options
+    )  # saves step 2 twice
     assert steps_in(tmp_path) == [2]
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "notes.txt").write_text("of the user")
-    assert "of an earlier run" in run(tmp_path, num_train_epochs=3, resume=False, **options)[1]["error"]
+    assert (
+        "of an earlier run"
+        in run(tmp_path, num_train_epochs=3, resume=False, **options)[1]["error"]
+    )
     resumed = run(tmp_path, num_train_epochs=3, save_strategy="epoch", **options)
     assert {result["resumed"] for result in resumed} == {"checkpoint-2"}
     assert (tmp_path / "checkpoint-1" / "notes.txt").is_file()
     shutil.rmtree(tmp_path / "checkpoint-1")
-    assert steps_in(tmp_path) == [6] and [path.name for path in tmp_path.iterdir()] == ["checkpoint-6"]
+    assert steps_in(tmp_path) == [6] and [path.name for path in tmp_path.iterdir()] == [
+        "checkpoint-6"
+    ]
 
 
 def _stop_early_at_step_4(trainer):
@@ -61,7 +78,11 @@ def _stop_early_at_step_4(trainer):
 
     trainer.add_callback(EarlyStoppingCallback(2))
     trainer.compute_metrics = lambda _: {"score": (5, 1, 2, 3)[trainer.state.global_step - 1]}
-    on(trainer, "on_step_end", lambda state, control: trainer.notes.append(describe(trainer)["weights"]))
+    on(
+        trainer,
+        "on_step_end",
+        lambda state, control: trainer.notes.append(describe(trainer)["weights"]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +95,9 @@ def _stop_early_at_step_4(trainer):
 def test_the_best_model_is_kept_and_loaded_after_early_stopping(run, tmp_path, options, kept):
     options = BEST | {"max_steps": 8, "save_total_limit": 1, "eval_steps": 1} | options
     for result in run(tmp_path, prepare=_stop_early_at_step_4, **options):
-        assert result["best"] == (1, 2, str(tmp_path / "checkpoint-2")) and len(result["losses"]) == 4
+        assert (
+            result["best"] == (1, 2, str(tmp_path / "checkpoint-2")) and len(result["losses"]) == 4
+        )
         assert result["weights"] == result["notes"][1]
     assert steps_in(tmp_path) == kept
     latest = tmp_path / f"checkpoint-{kept[-1]}" / "trainer_state.json"
@@ -102,7 +125,9 @@ def test_two_trainers_of_different_models_in_one_process_save_their_own_state(ru
     second, stock = run(tmp_path, function=_train_two_models)[0]
     assert second == stock
     assert steps_in(tmp_path / "first") == steps_in(tmp_path / "second") == [2, 4]
-    assert not list(tmp_path.glob("stock/**/manifest.json"))  # a trainer without the callback saves as ever
+    assert not list(
+        tmp_path.glob("stock/**/manifest.json")
+    )  # a trainer without the callback saves as ever
     shutil.rmtree(tmp_path / "second" / "checkpoint-4")
     assert run(tmp_path / "second", hidden=48, lora=True)[0] == second | {"resumed": "checkpoint-2"}
 
@@ -151,7 +176,9 @@ def _fail_to_copy_on_rank_1(trainer):
 @pytest.mark.parametrize("prepare", [_have_no_memory_on_rank_1, _fail_to_copy_on_rank_1])
 def test_if_a_rank_cannot_copy_its_state_all_wait_and_nothing_is_lost(run, tmp_path, prepare):
     results = run(tmp_path, prepare=prepare)
-    assert any("training waits while this save is written" in text for text in results[0]["warnings"])
+    assert any(
+        "training waits while this save is written" in text for text in results[0]["warnings"]
+    )
     assert results[0]["error"] is None
     shutil.rmtree(tmp_path / "checkpoint-4")
     resumed = run(tmp_path)[0]
@@ -166,7 +193,13 @@ def _add_metrics(trainer):
 
 def test_a_token_for_the_hub_is_written_nowhere(run, tmp_path):
     callback = {"export_dir": tmp_path / "export"}
-    run(tmp_path, sft=True, prepare=_add_metrics, callback=callback, model_init_kwargs={"token": "hf_secret"})
+    run(
+        tmp_path,
+        sft=True,
+        prepare=_add_metrics,
+        callback=callback,
+        model_init_kwargs={"token": "hf_secret"},
+    )
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"manifest.json", "metrics.jsonl", "model.safetensors"} <= {path.name for path in files}
     assert [path for path in files if b"hf_secret" in path.read_bytes()] == []
@@ -178,10 +211,14 @@ def _save_in_another_way(trainer):
 
     for name in ("save_fsdp_model", "save_fsdp_optimizer"):
         setattr(
-            transformers.trainer, name, lambda *arguments, **_: Path(arguments[-1]).mkdir(parents=True, exist_ok=True)
+            transformers.trainer,
+            name,
+            lambda *arguments, **_: Path(arguments[-1]).mkdir(parents=True, exist_ok=True),
         )
 
 
 def test_an_accelerate_that_saves_in_another_way_is_an_error_and_no_empty_checkpoint(run, tmp_path):
     results = run(tmp_path, prepare=_save_in_another_way)
-    assert "Install a tested version of accelerate" in results[0]["error"] and steps_in(tmp_path) == []
+    assert (
+        "Install a tested version of accelerate" in results[0]["error"] and steps_in(tmp_path) == []
+    )

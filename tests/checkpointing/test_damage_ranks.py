@@ -47,10 +47,18 @@ DAMAGE = {
     "a missing folder": lambda checkpoint: shutil.rmtree(checkpoint / "optimizer_0"),
     "no manifest": _damage("manifest.json", "delete"),
     "half a manifest": _damage("manifest.json", "truncate"),
-    "a manifest of another kind": lambda checkpoint: (checkpoint / "manifest.json").write_text("[1]"),
-    "another global batch": _edit_manifest(lambda manifest: manifest.update(global_batch_size=8), is_hashed=True),
-    "a manifest without sizes": _edit_manifest(lambda m: [facts.pop("bytes") for facts in m["files"].values()]),
-    "a file name that no file has": _edit_manifest(lambda m: m["files"].update({"\0": {"bytes": 0, "xxh3": ""}})),
+    "a manifest of another kind": lambda checkpoint: (checkpoint / "manifest.json").write_text(
+        "[1]"
+    ),
+    "another global batch": _edit_manifest(
+        lambda manifest: manifest.update(global_batch_size=8), is_hashed=True
+    ),
+    "a manifest without sizes": _edit_manifest(
+        lambda m: [facts.pop("bytes") for facts in m["files"].values()]
+    ),
+    "a file name that no file has": _edit_manifest(
+        lambda m: m["files"].update({"\0": {"bytes": 0, "xxh3": ""}})
+    ),
 }
 
 
@@ -84,7 +92,9 @@ def test_a_forged_checkpoint_is_skipped_and_runs_no_code(output, tmp_path, way):
     assert latest_checkpoint(output) == str(output / "checkpoint-2")
     assert not (tmp_path / "canary").exists()
     # The attack is real: torch DCP runs the code.
-    names = pickle.loads((output / "checkpoint-2" / PART / ".metadata").read_bytes()).state_dict_metadata
+    names = pickle.loads(
+        (output / "checkpoint-2" / PART / ".metadata").read_bytes()
+    ).state_dict_metadata
     rate = next(name for name in names if name.endswith("lr"))
     with contextlib.suppress(Exception, dcp.CheckpointException):
         dcp.load({rate: 0.0}, checkpoint_id=output / "checkpoint-4" / PART, no_dist=True)

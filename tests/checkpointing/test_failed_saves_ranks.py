@@ -16,7 +16,9 @@ def _fail():
 
 
 def _wait_for_save(trainer):
-    writer = next(c for c in trainer.callback_handler.callbacks if hasattr(c, "saves_checkpoints"))._writer
+    writer = next(
+        c for c in trainer.callback_handler.callbacks if hasattr(c, "saves_checkpoints")
+    )._writer
     while writer._written is not None and not writer._written.done():
         time.sleep(0.01)
 
@@ -39,7 +41,9 @@ def _fill_disk_at_step_4(trainer):
 def test_on_a_full_disk_training_continues_and_the_next_save_works(run, mount, tmp_path):
     mount(tmp_path, 4 << 20)
     result = run(tmp_path / "run", max_steps=6, prepare=_fill_disk_at_step_4)[0]
-    assert steps_in(tmp_path / "run") == [2, 6] and [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert steps_in(tmp_path / "run") == [2, 6] and [path.name for path in tmp_path.iterdir()] == [
+        "run"
+    ]
     assert len(result["losses"]) == 6 and result["error"] is None
     assert len([text for text in result["warnings"] if "checkpoint-4 was not saved" in text]) == 1
 
@@ -53,30 +57,45 @@ def _fail_and_note_best(trainer):
     _fail_on_rank_1_at_step_4(trainer)
     trainer.compute_metrics = lambda _: {"score": {2: 3, 4: 1, 6: 2}[trainer.state.global_step]}
     on(trainer, "on_step_end", lambda state, control: _wait_for_save(trainer))
-    on(trainer, "on_evaluate", lambda state, control: trainer.notes.append((state.best_metric, state.best_global_step)))
+    on(
+        trainer,
+        "on_evaluate",
+        lambda state, control: trainer.notes.append((state.best_metric, state.best_global_step)),
+    )
 
 
 def test_after_a_failed_save_all_ranks_return_to_the_best_model_that_is_saved(run, tmp_path):
     for result in run(tmp_path, max_steps=6, prepare=_fail_and_note_best, **BEST):
-        assert result["notes"] == [(None, None), (3, 2), (3, 2)]  # before the evaluation of step 2, 4 and 6
+        assert result["notes"] == [
+            (None, None),
+            (3, 2),
+            (3, 2),
+        ]  # before the evaluation of step 2, 4 and 6
         assert result["best"] == (2, 6, str(tmp_path / "checkpoint-6")) and result["error"] is None
     assert steps_in(tmp_path) == [2, 6]
 
 
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_last_failed_save_is_an_error_on_every_rank_after_the_export(run, tmp_path, asynchronous):
+def test_the_last_failed_save_is_an_error_on_every_rank_after_the_export(
+    run, tmp_path, asynchronous
+):
     callback = {"export_dir": tmp_path / "export", "asynchronous": asynchronous}
     for result in run(tmp_path / "run", prepare=_fail_on_rank_1_at_step_4, callback=callback):
-        assert result["error"].startswith("the last checkpoint was not saved") and "No space left" in result["error"]
-    assert steps_in(tmp_path / "run") == [2] and [path.name for path in (tmp_path / "run").iterdir()] == [
-        "checkpoint-2"
-    ]
+        assert (
+            result["error"].startswith("the last checkpoint was not saved")
+            and "No space left" in result["error"]
+        )
+    assert steps_in(tmp_path / "run") == [2] and [
+        path.name for path in (tmp_path / "run").iterdir()
+    ] == ["checkpoint-2"]
     assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
 def _fail_to_write_random_state(trainer):
     save = trainer._save_rng_state
-    trainer._save_rng_state = lambda output: _fail() if rank() == 1 and "checkpoint-2" in output else save(output)
+    trainer._save_rng_state = lambda output: (
+        _fail() if rank() == 1 and "checkpoint-2" in output else save(output)
+    )
 
 
 def test_a_failure_in_trainers_own_files_on_one_rank_fails_the_save_on_all(run, tmp_path):

@@ -105,11 +105,16 @@ class Wrapped(torch.Tensor):
 
 def test_a_tensor_with_memory_of_its_own_kind_is_an_obstacle():
     state = {"model": {"weight": Wrapped(torch.ones(3))}}
-    assert HostCopy(1).find_obstacle(Originals(state)) == "model.weight is a Wrapped, which has no memory of its own"
+    assert (
+        HostCopy(1).find_obstacle(Originals(state))
+        == "model.weight is a Wrapped, which has no memory of its own"
+    )
 
 
 @pytest.mark.parametrize("num_ranks, is_enough", [(1, True), (4, False)])
-def test_too_little_memory_for_all_ranks_of_a_node_is_an_obstacle(monkeypatch, num_ranks, is_enough):
+def test_too_little_memory_for_all_ranks_of_a_node_is_an_obstacle(
+    monkeypatch, num_ranks, is_enough
+):
     monkeypatch.setattr(host_copy, "available_host_bytes", lambda: 12_000_000)
     obstacle = HostCopy(num_ranks).find_obstacle(Originals({"weight": torch.ones(1_000_000)}))
     assert (obstacle is None) == is_enough

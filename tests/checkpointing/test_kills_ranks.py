@@ -54,7 +54,9 @@ def _save_until_killed(output, event_of_kill, published):
 def test_no_file_operation_of_a_save_is_a_wrong_moment_for_a_kill(tmp_path):
     for event_of_kill in range(1, 1000):
         output, published = tmp_path / str(event_of_kill), RawArray("i", 1)
-        process = forking.Process(target=_save_until_killed, args=(output, event_of_kill, published))
+        process = forking.Process(
+            target=_save_until_killed, args=(output, event_of_kill, published)
+        )
         process.start()
         process.join()
         if process.exitcode == 0:
@@ -63,7 +65,9 @@ def test_no_file_operation_of_a_save_is_a_wrong_moment_for_a_kill(tmp_path):
         steps = steps_in(output)
         assert max(steps, default=0) >= published[0], f"lost after event {event_of_kill}"
         RunDirectory(output, "run").open(resumed_step=max(steps, default=0))  # the next start
-        assert steps_in(output) == steps and len(list(output.glob("_saving-run/*"))) == 1  # the lock
+        assert (
+            steps_in(output) == steps and len(list(output.glob("_saving-run/*"))) == 1
+        )  # the lock
     assert event_of_kill > 60 and steps_in(output) == [4] and len(list(output.iterdir())) == 1
 
 
@@ -78,15 +82,30 @@ def test_a_run_killed_while_it_writes_resumes_exactly(fsdp, run, tmp_path):
     for process in processes:
         process.join(60)
     assert -signal.SIGKILL in {process.exitcode for process in processes}
-    assert steps_in(tmp_path / "run") == [2] and len(list((tmp_path / "run").glob("_saving-*"))) == 1
+    assert (
+        steps_in(tmp_path / "run") == [2] and len(list((tmp_path / "run").glob("_saving-*"))) == 1
+    )
     resumed = run(tmp_path / "run")[0]
     assert resumed == uninterrupted | {"resumed": "checkpoint-2"}
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
 
 
 @pytest.mark.slow
 def test_random_kills_and_mutations_never_change_a_result(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.soak", "--kills", "6", "--mutations", "6", "--disk", tmp_path / "soak"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.soak",
+        "--kills",
+        "6",
+        "--mutations",
+        "6",
+        "--disk",
+        tmp_path / "soak",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "soak" / "soak.json").read_text())["violations"] == []

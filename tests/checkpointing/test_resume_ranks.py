@@ -11,21 +11,34 @@ from hf_fsdp_recipes import keep_global_batch
 from hf_fsdp_recipes.errors import CheckpointError
 from tests.checkpointing.runs import describe, on, train
 
-WITH_PATHS = ("trainer_state.json", "training_args.bin", ".metadata")  # these files contain the output directory
+WITH_PATHS = (
+    "trainer_state.json",
+    "training_args.bin",
+    ".metadata",
+)  # these files contain the output directory
 
 
 def _train_both(output, options, checkpoint=False):
     """Train, or resume from our checkpoint, without and with our callback in the same process."""
     torch.serialization.set_crc32_options(False)  # our writer leaves checksums to the manifest
-    return train(output / "stock", stock=True, resume=checkpoint, **options), train(output / "ours", **options)
+    return train(output / "stock", stock=True, resume=checkpoint, **options), train(
+        output / "ours", **options
+    )
 
 
 def _contents(checkpoint):
     """Return {name: bytes} of a checkpoint's files, and for torch DCP's `.metadata` the tensors that it lists."""
-    files = {str(path.relative_to(checkpoint)): path for path in checkpoint.rglob("*") if path.is_file()}
-    contents = {name: path.name if path.name in WITH_PATHS else path.read_bytes() for name, path in files.items()}
+    files = {
+        str(path.relative_to(checkpoint)): path for path in checkpoint.rglob("*") if path.is_file()
+    }
+    contents = {
+        name: path.name if path.name in WITH_PATHS else path.read_bytes()
+        for name, path in files.items()
+    }
     listed = {name: path.read_bytes() for name, path in files.items() if path.name == ".metadata"}
-    return contents | {name: pickle.loads(content).state_dict_metadata for name, content in listed.items()}
+    return contents | {
+        name: pickle.loads(content).state_dict_metadata for name, content in listed.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -34,7 +47,9 @@ def _contents(checkpoint):
         (2, {}),
         (2, {"sft": True, "lora": True}),
         pytest.param(1, {"gradient_accumulation_steps": 3}, marks=pytest.mark.slow),
-        pytest.param(2, {"lora": True, "callback": {"asynchronous": False}}, marks=pytest.mark.slow),
+        pytest.param(
+            2, {"lora": True, "callback": {"asynchronous": False}}, marks=pytest.mark.slow
+        ),
         pytest.param(4, {"sft": True}, marks=pytest.mark.slow),
         pytest.param(3, {"lora": True}, marks=pytest.mark.slow),  # uneven shards
     ],
@@ -49,7 +64,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_and_stock(run, tmp_path, wor
     for name in ("ours", "stock"):
         shutil.rmtree(tmp_path / name / "checkpoint-4")
     checkpoint = str(tmp_path / "ours" / "checkpoint-2")
-    for results in run(tmp_path, world_size, function=_train_both, options=options, checkpoint=checkpoint):
+    for results in run(
+        tmp_path, world_size, function=_train_both, options=options, checkpoint=checkpoint
+    ):
         assert [result.pop("resumed") for result in results] == ["checkpoint-2", "checkpoint-2"]
         assert all(result | {"resumed": None} == uninterrupted for result in results)
 
@@ -63,8 +80,12 @@ def _describe_step_2(trainer):
     on(trainer, "on_step_end", note)
 
 
-@pytest.mark.parametrize(("world_size", "per_device"), [(1, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
-def test_another_number_of_ranks_continues_with_the_same_state_and_global_batch(run, tmp_path, world_size, per_device):
+@pytest.mark.parametrize(
+    ("world_size", "per_device"), [(1, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
+)
+def test_another_number_of_ranks_continues_with_the_same_state_and_global_batch(
+    run, tmp_path, world_size, per_device
+):
     options = {"prepare": _describe_step_2, "dropout": 0.0}
     whole = run(tmp_path, gradient_accumulation_steps=2, **options)[0]
     shutil.rmtree(tmp_path / "checkpoint-4")
@@ -77,5 +98,7 @@ def test_another_number_of_ranks_continues_with_the_same_state_and_global_batch(
 
 def test_a_batch_that_the_ranks_cannot_train_is_an_error(tmp_path):
     (tmp_path / "manifest.json").write_text('{"files": {}, "global_batch_size": 8}')
-    with pytest.raises(CheckpointError, match="global batch of 8 rows, which 1 ranks with 3 rows each cannot train"):
+    with pytest.raises(
+        CheckpointError, match="global batch of 8 rows, which 1 ranks with 3 rows each cannot train"
+    ):
         keep_global_batch(SimpleNamespace(train_batch_size=3, world_size=1), tmp_path)

@@ -19,7 +19,11 @@ def _train_and_signal(output, number, options):
             os.kill(os.getpid(), number)
 
     train(
-        output, prepare=lambda trainer: on(trainer, "on_step_begin", send), max_steps=50, save_strategy="no", **options
+        output,
+        prepare=lambda trainer: on(trainer, "on_step_begin", send),
+        max_steps=50,
+        save_strategy="no",
+        **options,
     )
 
 
@@ -29,11 +33,17 @@ def _train_and_signal(output, number, options):
         (signal.SIGTERM, {"gradient_accumulation_steps": 2}),
         pytest.param(signal.SIGUSR1, {"sft": True, "lora": True}, marks=SLOW),
         # in the last step of an epoch, whose end would evaluate and save too
-        pytest.param(signal.SIGTERM, {"per_device_train_batch_size": 6, "eval_strategy": "epoch"}, marks=SLOW),
+        pytest.param(
+            signal.SIGTERM, {"per_device_train_batch_size": 6, "eval_strategy": "epoch"}, marks=SLOW
+        ),
     ],
 )
-def test_a_signal_on_one_rank_saves_the_same_step_on_all_and_exits_with_85(run, tmp_path, number, options):
-    errors = run(tmp_path, function=_train_and_signal, expect_failure=True, number=number, options=options)
+def test_a_signal_on_one_rank_saves_the_same_step_on_all_and_exits_with_85(
+    run, tmp_path, number, options
+):
+    errors = run(
+        tmp_path, function=_train_and_signal, expect_failure=True, number=number, options=options
+    )
     assert errors == [("SystemExit", "85")] * 2
     (step,) = steps_in(tmp_path)
     assert step < 6
@@ -42,7 +52,12 @@ def test_a_signal_on_one_rank_saves_the_same_step_on_all_and_exits_with_85(run, 
 
 def _launch_two_ranks(environment, output):
     """Fork two ranks, as a launcher does, and wait to be killed."""
-    os.environ |= {**environment, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {
+        **environment,
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     os.environ["MASTER_PORT"] = str(free_port())
     for number in range(2):
         if os.fork() == 0:

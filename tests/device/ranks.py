@@ -77,7 +77,9 @@ class Ranks:
         environment = environment_for(num_ranks, fsdp, precision) | DEVICE
         recorded = None if watch is None else str(watch)
         inputs = (str(self.package), recorded, function, *arguments)
-        return run_ranks(call, num_ranks, *inputs, environment=environment, timeout_seconds=TIMEOUT_SECONDS)
+        return run_ranks(
+            call, num_ranks, *inputs, environment=environment, timeout_seconds=TIMEOUT_SECONDS
+        )
 
     def run_to_signal(self, function: Callable[..., Any], *arguments: Any) -> list[int]:
         """Run a function on two ranks that signal themselves; return their exit statuses."""
@@ -95,7 +97,9 @@ class Ranks:
         return [process.exitcode for process in processes]
 
 
-def environment_for(num_ranks: int, fsdp: Mapping[str, Any] | None = None, precision: str = "no") -> dict[str, str]:
+def environment_for(
+    num_ranks: int, fsdp: Mapping[str, Any] | None = None, precision: str = "no"
+) -> dict[str, str]:
     """Return the variables of a launch; four ranks are sharded in two replicas."""
     return fsdp_environment(FSDP2 | dict(fsdp or {}), HYBRID if num_ranks == 4 else None, precision)
 

@@ -13,7 +13,11 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.training import LORA, build, losses_of
 
 # A device and the CPU draw different random numbers, so nothing drops out.
-NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32", "bnb_4bit_use_double_quant": True}
+NF4 = {
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_compute_dtype": "float32",
+    "bnb_4bit_use_double_quant": True,
+}
 SAVES = {"save_strategy": "steps", "save_steps": 2, "steps": 6}
 EXPERTS = {
     "r": 4,
@@ -39,18 +43,29 @@ CASES = {
     "direct": Case(SAVES | {"loader": "direct"}),
     "lora": Case(SAVES | {"lora": LORA}),
     "lora on experts": Case({"lora": EXPERTS}, "qwen3_moe"),
-    "qlora": Case({"lora": LORA, "quantization": NF4, "gradient_checkpointing": True}, "llama_wide"),
+    "qlora": Case(
+        {"lora": LORA, "quantization": NF4, "gradient_checkpointing": True}, "llama_wide"
+    ),
     "hybrid": Case(num_ranks=4),
     "offload": Case(SAVES, fsdp={"fsdp_offload_params": True}),
-    "size wrap": Case(fsdp={"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 2000}),
-    "packed and accumulated": Case({"packing": True, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}),
+    "size wrap": Case(
+        fsdp={"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 2000}
+    ),
+    "packed and accumulated": Case(
+        {"packing": True, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+    ),
     "bf16": Case({"bf16": True}, precision="bf16"),
     "stock": Case({"loader": "stock"}),
 }
 
 
 def train(
-    model: str, data: str, output: str, options: Mapping[str, Any], resume: bool = False, stop: int = 0
+    model: str,
+    data: str,
+    output: str,
+    options: Mapping[str, Any],
+    resume: bool = False,
+    stop: int = 0,
 ) -> list[float]:
     """Train and export on this rank; return the losses of all steps. `stop` is a signal that it gets in step 5."""
     from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint
@@ -58,7 +73,10 @@ def train(
     is_stock = options.get("loader") == "stock"
     is_merged = "lora" in options
     callback = ShardedCheckpointCallback(export_dir=f"{output}/export", merge_adapter=is_merged)
-    changes = {"use_cpu": os.environ["ACCELERATE_USE_CPU"] == "true", "callbacks": [] if is_stock else [callback]}
+    changes = {
+        "use_cpu": os.environ["ACCELERATE_USE_CPU"] == "true",
+        "callbacks": [] if is_stock else [callback],
+    }
     trainer = build(model, data, output, **(dict(options) | changes))
     if stop:
         signal_in_step(5, signal.Signals(stop), Path(output, "checkpoint-4", "manifest.json"))
@@ -94,7 +112,9 @@ class Inputs:
             output = self.directory / f"{name.replace(' ', '_')}-cpu"
             environment = environment_for(case.num_ranks, case.fsdp, case.precision)
             arguments = (*self.arguments(name, output), dict(case.options))
-            done[name] = Run(output, run_ranks(train, case.num_ranks, *arguments, environment=environment)[0], [])
+            done[name] = Run(
+                output, run_ranks(train, case.num_ranks, *arguments, environment=environment)[0], []
+            )
         return done
 
 

@@ -10,25 +10,39 @@ NUM_RANKS, NUM_SAVES = 2, 3
 
 
 def asked_in(events, *packages):
-    return [event for event in events if any(f".{name}" in frame for frame in event.project for name in packages)]
+    return [
+        event
+        for event in events
+        if any(f".{name}" in frame for frame in event.project for name in packages)
+    ]
 
 
 def exported_bytes(run):
-    return sum(weight.nbytes for weight in load_file(run.output / "export" / "model.safetensors").values())
+    return sum(
+        weight.nbytes for weight in load_file(run.output / "export" / "model.safetensors").values()
+    )
 
 
 def test_a_save_copies_the_state_once(runs):
     run = runs.get("full")
     num_weights = len(load_file(run.output / "export" / "model.safetensors"))
-    state_bytes = 3 * exported_bytes(run) + 4 * NUM_RANKS * num_weights  # two moments and a step for each parameter
-    saving = [event for event in asked_in(run.events, "checkpointing", "callback:save") if event.kind in TO_HOST]
+    state_bytes = (
+        3 * exported_bytes(run) + 4 * NUM_RANKS * num_weights
+    )  # two moments and a step for each parameter
+    saving = [
+        event
+        for event in asked_in(run.events, "checkpointing", "callback:save")
+        if event.kind in TO_HOST
+    ]
     copied = [event for event in saving if any("host_copy:" in frame for frame in event.project)]
     assert total_bytes(copied) == NUM_SAVES * state_bytes
     assert [event.asked_by for event in saving if event not in copied and event.num_bytes > 8] == []
 
 
 def test_no_rank_uses_the_device_of_another(runs):
-    assert {(event.rank, event.device) for event in runs.get("full").events if event.device >= 0} == {(0, 0), (1, 1)}
+    assert {
+        (event.rank, event.device) for event in runs.get("full").events if event.device >= 0
+    } == {(0, 0), (1, 1)}
 
 
 def test_loading_sends_each_weight_to_a_device_once(runs):
@@ -37,17 +51,25 @@ def test_loading_sends_each_weight_to_a_device_once(runs):
         loading = [event for event in asked_in(run.events, "loading") if event.kind in TO_DEVICE]
         assert total_bytes(loading) < copies * exported_bytes(run) + 1000  # buffers
         if name == "full":
-            assert {event.rank for event in loading if event.num_bytes > 100} == {0}  # rank 0 reads and sends
+            assert {event.rank for event in loading if event.num_bytes > 100} == {
+                0
+            }  # rank 0 reads and sends
 
 
 def test_an_export_copies_each_weight_to_the_host_once(runs):
     run = runs.get("full")
-    assert total_bytes(e for e in asked_in(run.events, "export") if e.kind in TO_HOST) == exported_bytes(run)
+    assert total_bytes(
+        e for e in asked_in(run.events, "export") if e.kind in TO_HOST
+    ) == exported_bytes(run)
 
 
 def test_a_step_waits_for_the_device_no_more_than_stock(runs):
     def waits(name):
-        steps = [event for event in runs.get(name).events if any(":training_step:" in f for f in event.upstream)]
+        steps = [
+            event
+            for event in runs.get(name).events
+            if any(":training_step:" in f for f in event.upstream)
+        ]
         found = Counter((event.rank, event.kind) for event in steps if event.kind in WAITS)
         return {key: count / len(runs.get(name).losses) for key, count in found.items()}
 

@@ -120,7 +120,9 @@ def threads():
         return values.tolist(), refusal(lambda: dist.recv(values, 0))
     found = []
     work = dist.all_reduce(values, async_op=True)
-    second = threading.Thread(target=lambda: found.append(refusal(lambda: dist.all_reduce(floats(4)))))
+    second = threading.Thread(
+        target=lambda: found.append(refusal(lambda: dist.all_reduce(floats(4))))
+    )
     second.start()
     second.join()
     return found, refusal(work.wait)
@@ -199,7 +201,8 @@ def test_a_batch_of_some_ranks_cannot_be_the_first_operation(ranks, is_third_abs
     *refusals, of_third = ranks.run(batch_of_some_ranks_first, 3, is_third_absent)
     refusals += [] if is_third_absent else [of_third]
     assert all(
-        "the first operation of a group must be one in which all its ranks take part" in text for text in refusals
+        "the first operation of a group must be one in which all its ranks take part" in text
+        for text in refusals
     )
     if is_third_absent:
         assert all(text.endswith("these ranks have not begun: 2") for text in refusals)
@@ -208,12 +211,18 @@ def test_a_batch_of_some_ranks_cannot_be_the_first_operation(ranks, is_third_abs
 def test_two_threads_cannot_use_a_group_at_the_same_time(ranks):
     (in_thread, on_rank0), (values, on_rank1) = ranks.run(threads, 2)
     assert values == [4.0, 4.0]
-    assert all("two threads use one group at the same time" in text for text in [*in_thread, on_rank0, on_rank1])
+    assert all(
+        "two threads use one group at the same time" in text
+        for text in [*in_thread, on_rank0, on_rank1]
+    )
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_ranks_must_call_the_same_operations(ranks, name):
-    assert all("the same operations in the same order" in text for text in ranks.run(different_operations, 2, name))
+    assert all(
+        "the same operations in the same order" in text
+        for text in ranks.run(different_operations, 2, name)
+    )
 
 
 @pytest.mark.parametrize(

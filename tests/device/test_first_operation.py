@@ -31,7 +31,9 @@ def train_plainly(model_dir, output, loader, backend=None):
         load = functools.partial(load_model, source=loader)
     model = load(model_dir)
     numbers = list(range(16))
-    rows = [{"input_ids": numbers[start:] + numbers[:start], "labels": numbers} for start in numbers]
+    rows = [
+        {"input_ids": numbers[start:] + numbers[:start], "labels": numbers} for start in numbers
+    ]
     trainer = Trainer(model, arguments, train_dataset=rows)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

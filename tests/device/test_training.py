@@ -33,7 +33,9 @@ def test_losses_and_exports_are_those_of_cpu_ranks(runs, name):
     assert exported.keys() == expected.keys()
     assert len({directory for directory, _ in exported}) == 1 + ("lora" in CASES[name].options)
     if is_fp32:
-        different = {key: (exported[key] - tensor).abs().max().item() for key, tensor in expected.items()}
+        different = {
+            key: (exported[key] - tensor).abs().max().item() for key, tensor in expected.items()
+        }
         assert {key: value for key, value in different.items() if value > WEIGHT} == {}
 
 
@@ -44,7 +46,8 @@ def test_a_killed_run_resumes_to_the_same_weights(runs, tmp_path, name):
         shutil.copytree(runs.get(name).output / "checkpoint-4", tmp_path / "checkpoint-4")
     else:
         assert (
-            runs.ranks.run_to_signal(train, *runs.inputs.arguments(name, tmp_path), *options) == [-signal.SIGKILL] * 2
+            runs.ranks.run_to_signal(train, *runs.inputs.arguments(name, tmp_path), *options)
+            == [-signal.SIGKILL] * 2
         )
     assert not (tmp_path / "export").exists()
     assert runs.train(name, tmp_path, resume=True) == runs.get(name).losses
@@ -54,7 +57,9 @@ def test_a_killed_run_resumes_to_the_same_weights(runs, tmp_path, name):
 
 def test_sigterm_ends_the_run_with_a_checkpoint(runs, tmp_path):
     arguments = runs.inputs.arguments("full", tmp_path)
-    runs.ranks.run_to_signal(train, *arguments, dict(CASES["full"].options), False, int(signal.SIGTERM))
+    runs.ranks.run_to_signal(
+        train, *arguments, dict(CASES["full"].options), False, int(signal.SIGTERM)
+    )
     assert (tmp_path / "checkpoint-5" / "manifest.json").exists()
     assert not (tmp_path / "export").exists()
     assert runs.train("full", tmp_path, resume=True) == runs.get("full").losses

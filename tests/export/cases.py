@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-COMPARED = ("*.safetensors", "*.index.json", "config.json", "generation_config.json", "adapter_config.json")
+COMPARED = (
+    "*.safetensors",
+    "*.index.json",
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+)
 TOKENS = torch.arange(20).view(2, 10)
 
 
@@ -25,10 +31,14 @@ def change(model: torch.nn.Module, only: str = "") -> None:
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if only in name:
-            parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.05).to(parameter.dtype))
+            parameter.add_(
+                (torch.randn(parameter.shape, generator=generator) * 0.05).to(parameter.dtype)
+            )
 
 
-def shard(model: torch.nn.Module, is_hybrid: bool = False, is_offloaded: bool = False) -> torch.nn.Module:
+def shard(
+    model: torch.nn.Module, is_hybrid: bool = False, is_offloaded: bool = False
+) -> torch.nn.Module:
     """Shard a model over all ranks, layer by layer, as Accelerate does."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -75,9 +85,15 @@ def merge(model: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 def assert_same_files(one: Path, other: Path) -> None:
     """Compare the weights and configs of two directories byte by byte."""
-    contents = [{f.name: _content(f) for pattern in COMPARED for f in d.glob(pattern)} for d in (one, other)]
+    contents = [
+        {f.name: _content(f) for pattern in COMPARED for f in d.glob(pattern)} for d in (one, other)
+    ]
     assert len(contents[0]) > 1
-    different = [name for name in contents[0].keys() | contents[1].keys() if len({c.get(name) for c in contents}) > 1]
+    different = [
+        name
+        for name in contents[0].keys() | contents[1].keys()
+        if len({c.get(name) for c in contents}) > 1
+    ]
     assert not different, different
 
 
@@ -85,15 +101,25 @@ def _content(file: Path) -> bytes:
     if file.name != "adapter_config.json":
         return file.read_bytes()
     fields = json.loads(file.read_text()).items()  # PEFT writes sets as lists in any order
-    return repr(sorted((key, sorted(value) if isinstance(value, list) else value) for key, value in fields)).encode()
+    return repr(
+        sorted((key, sorted(value) if isinstance(value, list) else value) for key, value in fields)
+    ).encode()
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in directory.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
     first, second = tensors(one), tensors(other)
     assert first and first.keys() == second.keys(), first.keys() ^ second.keys()
-    different = [n for n in first if first[n].dtype != second[n].dtype or not torch.equal(first[n], second[n])]
+    different = [
+        n
+        for n in first
+        if first[n].dtype != second[n].dtype or not torch.equal(first[n], second[n])
+    ]
     assert not different, different

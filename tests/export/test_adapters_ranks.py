@@ -6,7 +6,15 @@ import functools
 import pytest
 import torch
 
-from tests.export.cases import TOKENS, adapt, assert_same_files, assert_same_tensors, load, merge, shard
+from tests.export.cases import (
+    TOKENS,
+    adapt,
+    assert_same_files,
+    assert_same_tensors,
+    load,
+    merge,
+    shard,
+)
 from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
 from tests.ranks.training import LORA, build
 
@@ -32,9 +40,14 @@ def _export(directory, folder, lora, held=F32):
         merged.save_pretrained(folder / "stock_merged", max_shard_size="60KB")
     shard(model)
     export_model(model, folder / "export")
-    exported = export_model(model, folder / "export_merged", merge_adapter=True, max_shard_size="60KB")
+    exported = export_model(
+        model, folder / "export_merged", merge_adapter=True, max_shard_size="60KB"
+    )
     if is_main():
-        for loaded in (load(exported), PeftModel.from_pretrained(load(directory), folder / "export")):
+        for loaded in (
+            load(exported),
+            PeftModel.from_pretrained(load(directory), folder / "export"),
+        ):
             assert torch.allclose(loaded(TOKENS).logits, merged.float()(TOKENS).logits, atol=1e-2)
 
 
@@ -96,13 +109,17 @@ def _export_4bit(directory, data, folder):
     """Train an adapter on a 4-bit model, and export it alone and merged into the base model's files."""
     from hf_fsdp_recipes import export_model
 
-    trainer = build(str(directory), str(data), str(folder / "run"), lora=LORA, quantization=NF4, steps=2)
+    trainer = build(
+        str(directory), str(data), str(folder / "run"), lora=LORA, quantization=NF4, steps=2
+    )
     trainer.train()
     export_model(trainer.model, folder / "export")
     export_model(trainer.model, folder / "export_merged", merge_adapter=True)
 
 
-def test_an_adapter_of_a_4bit_model_is_merged_into_the_unquantized_base(tiny_model, text_file, tmp_path):
+def test_an_adapter_of_a_4bit_model_is_merged_into_the_unquantized_base(
+    tiny_model, text_file, tmp_path
+):
     from peft import PeftModel
 
     base = tiny_model("llama_wide", "bfloat16")

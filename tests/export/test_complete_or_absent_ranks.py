@@ -69,12 +69,20 @@ def _fail_to_write(model, number="1"):
     ("prepare", "error"),
     [
         (_put_nan, "model.layers.1.mlp.up_proj.weight contains NaN"),
-        pytest.param(functools.partial(_put_nan, value=float("inf")), "contains NaN or inf", marks=pytest.mark.slow),
+        pytest.param(
+            functools.partial(_put_nan, value=float("inf")),
+            "contains NaN or inf",
+            marks=pytest.mark.slow,
+        ),
         (_fail_to_write, "cannot be written: OSError: .* No space left"),
-        pytest.param(functools.partial(_fail_to_write, number="0"), "No space left", marks=pytest.mark.slow),
+        pytest.param(
+            functools.partial(_fail_to_write, number="0"), "No space left", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_an_error_on_one_rank_is_one_error_on_all_and_leaves_nothing(prepare, error, tiny_model, tmp_path):
+def test_an_error_on_one_rank_is_one_error_on_all_and_leaves_nothing(
+    prepare, error, tiny_model, tmp_path
+):
     import re
 
     errors = run_ranks(_export, 2, tiny_model(), tmp_path / "export", prepare, expect_failure=True)

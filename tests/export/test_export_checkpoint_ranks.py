@@ -7,7 +7,15 @@ import shutil
 import pytest
 import torch
 
-from tests.export.cases import adapt, assert_same_files, assert_same_tensors, change, load, merge, tensors
+from tests.export.cases import (
+    adapt,
+    assert_same_files,
+    assert_same_tensors,
+    change,
+    load,
+    merge,
+    tensors,
+)
 from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
 from tests.ranks.training import LORA, build
 
@@ -18,7 +26,14 @@ def _train(model, data, output, options):
     """Train, save a checkpoint, and export the same model from memory."""
     from hf_fsdp_recipes import ShardedCheckpointCallback, export_model
 
-    trainer = build(str(model), str(data), str(output), callbacks=[ShardedCheckpointCallback()], **STEPS, **options)
+    trainer = build(
+        str(model),
+        str(data),
+        str(output),
+        callbacks=[ShardedCheckpointCallback()],
+        **STEPS,
+        **options,
+    )
     trainer.train()
     export_model(trainer.model, output / "live", tokenizer=trainer.processing_class)
     if "lora" in options:
@@ -46,7 +61,9 @@ def trained(tiny_model, text_file, tmp_path_factory):
     [("llama", 2), pytest.param("llama_tied", 2, marks=pytest.mark.slow), ("qwen3_moe", 3),
      pytest.param("gpt_oss", 2, marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_a_checkpoint_gives_the_files_that_the_running_model_gives(kind, num_ranks, trained, tmp_path, monkeypatch):
+def test_a_checkpoint_gives_the_files_that_the_running_model_gives(
+    kind, num_ranks, trained, tmp_path, monkeypatch
+):
     from transformers import AutoTokenizer
 
     from hf_fsdp_recipes import export_checkpoint
@@ -58,8 +75,12 @@ def test_a_checkpoint_gives_the_files_that_the_running_model_gives(kind, num_ran
         AutoTokenizer.from_pretrained(exported).chat_template
         == AutoTokenizer.from_pretrained(run / "live").chat_template
     )
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # this process may still have the variables of a launcher
-    smaller = export_checkpoint(run / "checkpoint-2", tmp_path / "bf16", dtype="bfloat16", max_shard_size="40KB")
+    monkeypatch.setenv(
+        "LOCAL_WORLD_SIZE", "4"
+    )  # this process may still have the variables of a launcher
+    smaller = export_checkpoint(
+        run / "checkpoint-2", tmp_path / "bf16", dtype="bfloat16", max_shard_size="40KB"
+    )
     assert tensors(smaller).keys() == tensors(exported).keys()
     assert len(list(smaller.glob("*.safetensors"))) > 1
     assert {value.dtype for value in tensors(smaller).values()} == {torch.bfloat16}
@@ -68,7 +89,10 @@ def test_a_checkpoint_gives_the_files_that_the_running_model_gives(kind, num_ran
 
 @pytest.mark.parametrize(
     "lora",
-    [LORA | {"modules_to_save": ["lm_head"]}, pytest.param(LORA | {"use_rslora": True}, marks=pytest.mark.slow)],
+    [
+        LORA | {"modules_to_save": ["lm_head"]},
+        pytest.param(LORA | {"use_rslora": True}, marks=pytest.mark.slow),
+    ],
 )
 def test_an_adapters_checkpoint_is_exported_alone_and_merged(lora, trained, tiny_model, tmp_path):
     from peft import PeftModel
@@ -78,7 +102,9 @@ def test_an_adapters_checkpoint_is_exported_alone_and_merged(lora, trained, tiny
     run = trained("llama", lora=lora)
     exported = export_checkpoint(run / "checkpoint-2", tmp_path / "export")
     assert_same_files(run / "live", exported)
-    merge(PeftModel.from_pretrained(load(tiny_model()), exported)).save_pretrained(tmp_path / "stock")
+    merge(PeftModel.from_pretrained(load(tiny_model()), exported)).save_pretrained(
+        tmp_path / "stock"
+    )
     for adapter in (run / "checkpoint-2", exported):
         merged = export_checkpoint(adapter, tmp_path / "merged", merge_adapter=True)
         assert_same_tensors(tmp_path / "stock", merged)
@@ -93,7 +119,9 @@ def test_an_adapters_checkpoint_is_exported_alone_and_merged(lora, trained, tiny
         pytest.param({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "changed the base", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_an_adapter_is_merged_into_files_that_hold_experts_one_by_one(lora, error, tiny_model, tmp_path):
+def test_an_adapter_is_merged_into_files_that_hold_experts_one_by_one(
+    lora, error, tiny_model, tmp_path
+):
     from hf_fsdp_recipes import export_checkpoint
     from hf_fsdp_recipes.errors import ExportError
 
@@ -136,7 +164,9 @@ def _save_bare(source, directory, prefix, top):
     ("prefix", "top"),
     [("", "model"), pytest.param("_orig_mod.", None, marks=pytest.mark.slow)],
 )
-def test_a_bare_dcp_directory_is_exported_with_its_base_model(prefix, top, stored, tiny_model, tmp_path):
+def test_a_bare_dcp_directory_is_exported_with_its_base_model(
+    prefix, top, stored, tiny_model, tmp_path
+):
     from hf_fsdp_recipes import export_checkpoint
     from hf_fsdp_recipes.errors import ExportError
 
@@ -147,7 +177,9 @@ def test_a_bare_dcp_directory_is_exported_with_its_base_model(prefix, top, store
         export_checkpoint(checkpoint, tmp_path / "export")
     with pytest.raises(ExportError, match="do not fit the config of GPT2LMHeadModel"):
         export_checkpoint(checkpoint, tmp_path / "export", base_model=tiny_model("gpt2"))
-    assert_same_tensors(stored, export_checkpoint(checkpoint, tmp_path / "export", base_model=tiny_model()))
+    assert_same_tensors(
+        stored, export_checkpoint(checkpoint, tmp_path / "export", base_model=tiny_model())
+    )
 
 
 def test_a_changed_weight_and_a_runs_directory_are_refused(trained, tmp_path):
@@ -174,7 +206,9 @@ def test_an_adapters_checkpoint_without_its_config_names_the_file(trained, tmp_p
     from hf_fsdp_recipes.errors import ExportError
 
     checkpoint = tmp_path / "checkpoint-2"
-    shutil.copytree(trained("llama", lora=LORA | {"modules_to_save": ["lm_head"]}) / "checkpoint-2", checkpoint)
+    shutil.copytree(
+        trained("llama", lora=LORA | {"modules_to_save": ["lm_head"]}) / "checkpoint-2", checkpoint
+    )
     (checkpoint / "adapter_config.json").unlink()
     with pytest.raises(ExportError, match=r"no adapter_config\.json\. Copy it there"):
         export_checkpoint(checkpoint, tmp_path / "export")
@@ -197,7 +231,9 @@ def _put_payload_into_metadata(directory, file):
 def _put_payload_into_entry(directory, file):
     import torch.distributed.checkpoint as dcp
 
-    dcp.save({"model": {"a": torch.zeros(2), "b": _Payload(file)}}, checkpoint_id=directory, no_dist=True)
+    dcp.save(
+        {"model": {"a": torch.zeros(2), "b": _Payload(file)}}, checkpoint_id=directory, no_dist=True
+    )
 
 
 def _remove(directory, file):
@@ -222,7 +258,9 @@ def _garble(directory, file):
         (_truncate, "is unreadable"),
     ],
 )
-def test_a_damaged_or_hostile_checkpoint_is_one_error_and_runs_no_code(damage, error, stored, tiny_model, tmp_path):
+def test_a_damaged_or_hostile_checkpoint_is_one_error_and_runs_no_code(
+    damage, error, stored, tiny_model, tmp_path
+):
     import torch.distributed.checkpoint as dcp
 
     from hf_fsdp_recipes import export_checkpoint

@@ -13,7 +13,9 @@ from tests.ranks.harness import run_ranks
 M_MMAP_THRESHOLD = -3  # of mallopt, from malloc.h
 
 
-def _export(directory, folder, held=torch.float32, dtype=None, size="60KB", is_new=False, **sharding):
+def _export(
+    directory, folder, held=torch.float32, dtype=None, size="60KB", is_new=False, **sharding
+):
     """Export a model, and save the same model with transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,16 +24,22 @@ def _export(directory, folder, held=torch.float32, dtype=None, size="60KB", is_n
 
     torch.manual_seed(0)
     if is_new:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=held).eval()
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(directory), dtype=held
+        ).eval()
     else:
         model = load(directory, held)
         change(model)  # as training does
     if is_main():
         saved = copy.deepcopy(model).to(dtype or held)
         saved.save_pretrained(folder / "stock", max_shard_size=size)
-    exported = export_model(shard(model, **sharding), folder / "export", dtype=dtype, max_shard_size=size)
+    exported = export_model(
+        shard(model, **sharding), folder / "export", dtype=dtype, max_shard_size=size
+    )
     if is_main():
-        assert torch.allclose(load(exported)(TOKENS).logits, saved.float()(TOKENS).logits, atol=1e-2)
+        assert torch.allclose(
+            load(exported)(TOKENS).logits, saved.float()(TOKENS).logits, atol=1e-2
+        )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +59,9 @@ def _export(directory, folder, held=torch.float32, dtype=None, size="60KB", is_n
         pytest.param("gpt_oss", 3, {"dtype": torch.bfloat16}, marks=pytest.mark.slow),
     ],
 )
-def test_files_are_those_of_save_pretrained_byte_for_byte(kind, num_ranks, options, tiny_model, tmp_path):
+def test_files_are_those_of_save_pretrained_byte_for_byte(
+    kind, num_ranks, options, tiny_model, tmp_path
+):
     run_ranks(functools.partial(_export, **options), num_ranks, tiny_model(kind), tmp_path)
     assert_same_files(tmp_path / "stock", tmp_path / "export")
 
@@ -86,11 +96,16 @@ def _measure(folder):
 
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)  # otherwise glibc keeps freed memory
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
-    model = shard(LlamaForCausalLM(LlamaConfig(vocab_size=4096, num_hidden_layers=3, **sizes)), is_offloaded=True)
+    model = shard(
+        LlamaForCausalLM(LlamaConfig(vocab_size=4096, num_hidden_layers=3, **sizes)),
+        is_offloaded=True,
+    )
     export_model(model, folder / "export")  # imports what is needed
     with PeakMemory() as memory:
         export_model(model, folder / "export", max_shard_size="300MB")
-    return memory.growth_bytes / 1e6, max(parameter.nbytes for parameter in model.parameters()) / 1e6
+    return memory.growth_bytes / 1e6, max(
+        parameter.nbytes for parameter in model.parameters()
+    ) / 1e6
 
 
 @pytest.mark.slow

@@ -20,7 +20,11 @@ SIZES = {
 }  # fmt: skip
 
 
-CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification")
+CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSequenceClassification",
+)
 MAX_PARAMETERS = 40_000_000
 # Errors of architectures that cannot be sharded, loaded or exported, and why.
 LIMITS = {
@@ -42,9 +46,16 @@ def model_types(auto_class: str) -> list[str]:
 def shrink(config: Any) -> Any:
     """Make a config small, with the configs of its towers."""
     sizes = {name: size for names, size in SIZES.items() for name in names}
-    sizes |= {"num_key_value_heads": NUM_HEADS // 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    sizes |= {
+        "num_key_value_heads": NUM_HEADS // 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     for name, size in sizes.items():
-        with contextlib.suppress(Exception):  # computed from other fields, or different in each layer
+        with contextlib.suppress(
+            Exception
+        ):  # computed from other fields, or different in each layer
             if isinstance(getattr(config, name), int | None):
                 setattr(config, name, size)
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):

@@ -19,7 +19,12 @@ SMALL = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [16, 16]}
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [16, 16],
+}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 # For each kind of model: config, quantization config, and dtype of the scales.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], torch.dtype]] = {
@@ -69,7 +74,11 @@ def make(directory: Path, kind: str, **fields: Any) -> Path:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     make_tokenizer(directory)
     tensors = load_file(directory / "model.safetensors")
-    for name in [name for name in tensors if ".layers." in name and "proj" in name and not name.endswith("bias")]:
+    for name in [
+        name
+        for name in tensors
+        if ".layers." in name and "proj" in name and not name.endswith("bias")
+    ]:
         if name.removesuffix(".weight") not in (quantization.get("modules_to_not_convert") or ()):
             weight = tensors.pop(name)
             if scale_dtype is torch.uint8:
@@ -84,8 +93,12 @@ def make(directory: Path, kind: str, **fields: Any) -> Path:
     return directory
 
 
-def fp8(name: str, shape: torch.Size, block: list[int] | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    grid = [] if block is None else [-(-size // part) for size, part in zip(shape, block, strict=True)]
+def fp8(
+    name: str, shape: torch.Size, block: list[int] | None, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    grid = (
+        [] if block is None else [-(-size // part) for size, part in zip(shape, block, strict=True)]
+    )
     packed = torch.randn(shape).to(torch.float8_e4m3fn)
     return {name: packed, f"{name}_scale_inv": (torch.rand(grid) * 0.05 + 0.001).to(dtype)}
 
@@ -114,7 +127,9 @@ def stock_state(directory: Path, dtype: str = "auto") -> dict[str, torch.Tensor]
     """Return the weights that transformers dequantizes."""
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-    method = json.loads((directory / "config.json").read_text())["quantization_config"]["quant_method"]
+    method = json.loads((directory / "config.json").read_text())["quantization_config"][
+        "quant_method"
+    ]
     config = (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, quantization_config=config)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}

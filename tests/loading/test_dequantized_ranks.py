@@ -15,7 +15,10 @@ def _load(directory, source):
     model = load_model(str(directory), source=source)
     model, _ = Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     export_model(model, directory / "export")
-    full = {name: v.full_tensor() if hasattr(v, "full_tensor") else v for name, v in model.state_dict().items()}
+    full = {
+        name: v.full_tensor() if hasattr(v, "full_tensor") else v
+        for name, v in model.state_dict().items()
+    }
     return {name: (value.dtype, value.float().numpy()) for name, value in full.items()}
 
 
@@ -36,7 +39,11 @@ def test_quantized_checkpoints_have_transformers_dequantized_values(kind, source
     for found in run_ranks(_load, 2, directory, source, environment=fsdp_environment(FSDP2)):
         assert found.keys() == expected.keys()
         assert [name for name, value in expected.items() if found[name][0] != value.dtype] == []
-        assert [name for name, value in expected.items() if (found[name][1] != value.float().numpy()).any()] == []
+        assert [
+            name
+            for name, value in expected.items()
+            if (found[name][1] != value.float().numpy()).any()
+        ] == []
     exported = AutoModelForCausalLM.from_pretrained(directory / "export")
     assert getattr(exported.config, "quantization_config", None) is None
     assert all(torch.equal(value, expected[name]) for name, value in exported.state_dict().items())

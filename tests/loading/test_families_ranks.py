@@ -21,7 +21,9 @@ def _round_trips(auto_class, types, folder):
     patches.enable_cpu_ranks()
     results = {}
     for model_type in types:
-        AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the layer classes of the model before
+        AcceleratorState._reset_state(
+            reset_partial_state=True
+        )  # it keeps the layer classes of the model before
         PartialState(cpu=True)
         try:
             state = distributed.run_on_main(lambda name=model_type: _make(auto_class, name, folder))
@@ -39,7 +41,10 @@ def _make(auto_class, model_type, folder):
     """Save a model, and the same model loaded by transformers; return its class and values."""
     shutil.rmtree(folder, ignore_errors=True)
     with torch.device("meta"):
-        assert sum(parameter.numel() for parameter in build(auto_class, model_type).parameters()) < MAX_PARAMETERS
+        assert (
+            sum(parameter.numel() for parameter in build(auto_class, model_type).parameters())
+            < MAX_PARAMETERS
+        )
     model = build(auto_class, model_type)
     model.save_pretrained(folder / "source")
     stock = type(model).from_pretrained(folder / "source")
@@ -55,16 +60,26 @@ def _compare(model_class, state, folder):
 
     model = load_model(folder / "source", auto_class=model_class, dtype="float32")
     model, _ = Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    found = {name: v.full_tensor() if hasattr(v, "full_tensor") else v for name, v in model.state_dict().items()}
+    found = {
+        name: v.full_tensor() if hasattr(v, "full_tensor") else v
+        for name, v in model.state_dict().items()
+    }
     export_model(model, folder / "export")
     if distributed.is_main():
         assert_same_tensors(folder / "stock", folder / "export")
-    different = [name for name in state.keys() | found.keys() if not _equal(state.get(name), found.get(name))]
+    different = [
+        name for name in state.keys() | found.keys() if not _equal(state.get(name), found.get(name))
+    ]
     return f"{different[:3]} differ" if different else None
 
 
 def _equal(one, other):
-    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
+    return (
+        one is not None
+        and other is not None
+        and one.dtype == other.dtype
+        and torch.equal(one, other)
+    )
 
 
 def _run(auto_class, types, folder):
@@ -72,7 +87,9 @@ def _run(auto_class, types, folder):
     environment = fsdp_environment(FSDP2)
     for first in range(0, len(types), PER_RUN):
         arguments = (auto_class, types[first : first + PER_RUN], folder)
-        results |= run_ranks(_round_trips, 2, *arguments, environment=environment, timeout_seconds=900)[0]
+        results |= run_ranks(
+            _round_trips, 2, *arguments, environment=environment, timeout_seconds=900
+        )[0]
     return results
 
 
@@ -88,7 +105,9 @@ def test_a_few_architectures_load_and_export_as_by_transformers(name, tmp_path):
 def test_all_architectures_load_and_export_as_by_transformers_or_name_a_limit(auto_class, tmp_path):
     results = _run(auto_class, model_types(auto_class), tmp_path / "models")
     unknown = {
-        name: reason for name, reason in results.items() if reason and not any(text in reason for text in LIMITS)
+        name: reason
+        for name, reason in results.items()
+        if reason and not any(text in reason for text in LIMITS)
     }
     assert unknown == {}
     assert sum(reason is None for reason in results.values()) > 50

@@ -43,12 +43,24 @@ def _train(loader, model, data, output, options):
     return losses, weights, len(opened)
 
 
-def _compare(model, data, output, source="rank0", world_size=2, parallel=None, precision="no", fsdp=None, **options):
+def _compare(
+    model,
+    data,
+    output,
+    source="rank0",
+    world_size=2,
+    parallel=None,
+    precision="no",
+    fsdp=None,
+    **options,
+):
     """Train with stock and with our loader; return how many files each rank opened."""
     environment = fsdp_environment(FSDP2 | (fsdp or {}), parallel, precision)
 
     def run(loader):
-        return run_ranks(_train, world_size, loader, model, data, output, options, environment=environment)
+        return run_ranks(
+            _train, world_size, loader, model, data, output, options, environment=environment
+        )
 
     stock, ours = run("stock"), run(source)
     for (losses, weights, _), (own_losses, own_weights, _) in zip(stock, ours, strict=True):
@@ -67,25 +79,43 @@ def _compare(model, data, output, source="rank0", world_size=2, parallel=None, p
         pytest.param("mixtral", "float32", {}, marks=pytest.mark.slow),
         pytest.param("llama", "float32", {"world_size": 1}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "bfloat16", {"world_size": 3}, marks=pytest.mark.slow),
-        pytest.param("llama", "float32", {"fsdp": {"fsdp_offload_params": True}}, marks=pytest.mark.slow),
-        pytest.param("llama", "bfloat16", BF16 | {"gradient_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param(
+            "llama", "float32", {"fsdp": {"fsdp_offload_params": True}}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "llama", "bfloat16", BF16 | {"gradient_checkpointing": True}, marks=pytest.mark.slow
+        ),
     ],
 )
-def test_weights_and_losses_are_those_of_from_pretrained(kind, dtype, options, tiny_model, text_file, tmp_path):
+def test_weights_and_losses_are_those_of_from_pretrained(
+    kind, dtype, options, tiny_model, text_file, tmp_path
+):
     opened = _compare(tiny_model(kind, dtype, "40KB"), text_file, tmp_path, **options)
     assert opened[0]
     assert not any(opened[1:])  # only rank 0 opens weight files
 
 
-def test_trained_bf16_weights_get_float32_masters_under_mixed_precision(tiny_model, text_file, tmp_path):
-    arguments = ("rank0", tiny_model("llama", "bfloat16"), text_file, tmp_path, {"dtype": "auto", "bf16": True})
-    for _, weights, _ in run_ranks(_train, 2, *arguments, environment=fsdp_environment(FSDP2, precision="bf16")):
+def test_trained_bf16_weights_get_float32_masters_under_mixed_precision(
+    tiny_model, text_file, tmp_path
+):
+    arguments = (
+        "rank0",
+        tiny_model("llama", "bfloat16"),
+        text_file,
+        tmp_path,
+        {"dtype": "auto", "bf16": True},
+    )
+    for _, weights, _ in run_ranks(
+        _train, 2, *arguments, environment=fsdp_environment(FSDP2, precision="bf16")
+    ):
         assert {dtype for dtype, _, _ in weights.values()} == {"torch.float32"}
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_direct_reading_is_equal_under_hybrid_sharding(kind, tiny_model, text_file, tmp_path):
-    opened = _compare(tiny_model(kind), text_file, tmp_path, "direct", world_size=4, parallel=HYBRID)
+    opened = _compare(
+        tiny_model(kind), text_file, tmp_path, "direct", world_size=4, parallel=HYBRID
+    )
     assert all(opened)
 
 
@@ -95,7 +125,12 @@ def test_direct_reading_is_equal_under_hybrid_sharding(kind, tiny_model, text_fi
         LORA | {"modules_to_save": ["lm_head", "embed_tokens"]},
         pytest.param(LORA, marks=pytest.mark.slow),
         pytest.param(
-            {"r": 4, "target_modules": ["q_proj"], "target_parameters": EXPERTS, "task_type": "CAUSAL_LM"},
+            {
+                "r": 4,
+                "target_modules": ["q_proj"],
+                "target_parameters": EXPERTS,
+                "task_type": "CAUSAL_LM",
+            },
             marks=pytest.mark.slow,
         ),
     ],
@@ -107,13 +142,22 @@ def test_lora_is_equal_with_nothing_patched_in_peft(lora, tiny_model, text_file,
 
 @pytest.mark.parametrize("source", ["rank0", pytest.param("direct", marks=pytest.mark.slow)])
 def test_4bit_weights_are_equal(source, tiny_model, text_file, tmp_path):
-    _compare(tiny_model("llama_wide", "bfloat16"), text_file, tmp_path, source, lora=LORA, quantization=NF4)
+    _compare(
+        tiny_model("llama_wide", "bfloat16"),
+        text_file,
+        tmp_path,
+        source,
+        lora=LORA,
+        quantization=NF4,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_of_a_weight_are_quantized_as_the_whole_weight(dtype):
     options = {"quant_type": "nf4", "quant_storage": dtype, "compress_statistics": True}
-    module = SimpleNamespace(source_cls=torch.nn.Linear, unpacked_dtype=torch.bfloat16, quant_options=options)
+    module = SimpleNamespace(
+        source_cls=torch.nn.Linear, unpacked_dtype=torch.bfloat16, quant_options=options
+    )
     weight = torch.randn(300, 512, dtype=torch.bfloat16)
     packed, state = quantize_4bit(weight, **options)
     layer = bnb_4bit.Layer(module)
@@ -142,17 +186,31 @@ def _adapters(model, data, output):
     for name, parameter in trainer.model.named_parameters():
         if "lora_A" in name:
             parameter.data += int(os.environ["RANK"])
-    own = [p.detach().double().sum().item() for n, p in trainer.model.named_parameters() if "lora_A" in n]
-    held = sum(p.untyped_storage().nbytes() for n, p in trainer.model.named_parameters() if "lora" not in n)
+    own = [
+        p.detach().double().sum().item()
+        for n, p in trainer.model.named_parameters()
+        if "lora_A" in n
+    ]
+    held = sum(
+        p.untyped_storage().nbytes() for n, p in trainer.model.named_parameters() if "lora" not in n
+    )
     trainer.args.max_steps, trainer.args.learning_rate = 1, 0.0
     trainer.train()
-    now = [p.full_tensor().double().sum().item() for n, p in trainer.model.named_parameters() if "lora_A" in n]
+    now = [
+        p.full_tensor().double().sum().item()
+        for n, p in trainer.model.named_parameters()
+        if "lora_A" in n
+    ]
     return own, now, held
 
 
-def test_all_ranks_train_rank_0s_adapter_and_placeholders_take_no_memory(tiny_model, text_file, tmp_path):
+def test_all_ranks_train_rank_0s_adapter_and_placeholders_take_no_memory(
+    tiny_model, text_file, tmp_path
+):
     environment = fsdp_environment(FSDP2)
-    first, second = run_ranks(_adapters, 2, tiny_model(), text_file, tmp_path, environment=environment)
+    first, second = run_ranks(
+        _adapters, 2, tiny_model(), text_file, tmp_path, environment=environment
+    )
     assert first[0] != second[0]
     assert first[1] == second[1] == first[0]
     assert first[2] < 200
@@ -177,9 +235,13 @@ def _peak_above_shard(model, source):
 def test_a_rank_holds_its_shard_and_two_parameters(source, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=8000, hidden_size=1024, intermediate_size=2048, num_hidden_layers=8)
+    config = LlamaConfig(
+        vocab_size=8000, hidden_size=1024, intermediate_size=2048, num_hidden_layers=8
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    for above, parameter in run_ranks(_peak_above_shard, 2, tmp_path, source, environment=fsdp_environment(FSDP2)):
+    for above, parameter in run_ranks(
+        _peak_above_shard, 2, tmp_path, source, environment=fsdp_environment(FSDP2)
+    ):
         assert above < 2 * parameter + 20
 
 
@@ -187,12 +249,19 @@ def test_a_rank_holds_its_shard_and_two_parameters(source, tmp_path):
 
 
 def _new_head(model, data, output, loader):
-    from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments, set_seed
+    from transformers import (
+        AutoModelForSequenceClassification,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
 
     from hf_fsdp_recipes import load_model, patches
 
     patches.enable_cpu_ranks()
-    args = TrainingArguments(output_dir=str(output), max_steps=1, use_cpu=True, report_to="none", learning_rate=0.0)
+    args = TrainingArguments(
+        output_dir=str(output), max_steps=1, use_cpu=True, report_to="none", learning_rate=0.0
+    )
     set_seed(3)
     options = {"num_labels": 3, "dtype": "float32"}
     if loader == "stock":
@@ -256,7 +325,9 @@ def _untie(tensors):
         ("llama", None, "model.safetensors|header|incomplete"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_one_error(kind, change, text, tiny_model, text_file, tmp_path):
+def test_a_checkpoint_that_does_not_fit_is_one_error(
+    kind, change, text, tiny_model, text_file, tmp_path
+):
     import re
 
     directory = tmp_path / "model"
@@ -321,13 +392,21 @@ def _save(model):
         ({"prepare": _shard_as_trl_shards_a_reference}, "not loaded yet"),
         ({"prepare": _resize}, "changed its shape|computed from"),
         ({"lora": LORA | {"init_lora_weights": "pissa"}}, "pissa"),
-        pytest.param({"lora": LORA | {"init_lora_weights": "olora"}}, "olora", marks=pytest.mark.slow),
-        pytest.param({"lora": LORA | {"use_dora": True}}, "DoRA|read before it is loaded", marks=pytest.mark.slow),
+        pytest.param(
+            {"lora": LORA | {"init_lora_weights": "olora"}}, "olora", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"lora": LORA | {"use_dora": True}},
+            "DoRA|read before it is loaded",
+            marks=pytest.mark.slow,
+        ),
         ({"load_arguments": {"no_such_argument": 1}}, "no_such_argument"),
         ({"load_arguments": {"quantization_config": EightBit()}}, "4-bit"),
     ],
 )
-def test_use_before_loading_and_bad_arguments_are_one_error(options, text, tiny_model, text_file, tmp_path):
+def test_use_before_loading_and_bad_arguments_are_one_error(
+    options, text, tiny_model, text_file, tmp_path
+):
     import re
 
     kind, message = _errors(tiny_model("llama", "bfloat16"), text_file, tmp_path, **options)
@@ -335,8 +414,13 @@ def test_use_before_loading_and_bad_arguments_are_one_error(options, text, tiny_
     assert re.search(text, message), message
 
 
-def test_a_missing_directory_and_a_quantized_checkpoint_are_one_error(tiny_model, text_file, tmp_path):
-    assert "is no directory and cannot be downloaded" in _errors(tmp_path / "nothing", text_file, tmp_path)[1]
+def test_a_missing_directory_and_a_quantized_checkpoint_are_one_error(
+    tiny_model, text_file, tmp_path
+):
+    assert (
+        "is no directory and cannot be downloaded"
+        in _errors(tmp_path / "nothing", text_file, tmp_path)[1]
+    )
     shutil.copytree(tiny_model(), tmp_path / "gptq")
     config = json.loads((tmp_path / "gptq" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
@@ -361,9 +445,13 @@ def _evaluate_before_training(model, data, output):
     return None
 
 
-def test_evaluation_before_training_never_computes_with_placeholders(tiny_model, text_file, tmp_path):
+def test_evaluation_before_training_never_computes_with_placeholders(
+    tiny_model, text_file, tmp_path
+):
     arguments = (tiny_model(), text_file, tmp_path)
-    assert run_ranks(_evaluate_before_training, 2, *arguments, environment=fsdp_environment(FSDP2)) in (
+    assert run_ranks(
+        _evaluate_before_training, 2, *arguments, environment=fsdp_environment(FSDP2)
+    ) in (
         ["LoadError"] * 2,
         ["ValueError"] * 2,
     )
@@ -393,7 +481,12 @@ def _find_replacements():
         accelerate.utils.fsdp_utils,
         transformers.Trainer,
     )
-    return [name for owner in owners for name, value in vars(owner).items() if hasattr(value, patches.MARK)]
+    return [
+        name
+        for owner in owners
+        for name, value in vars(owner).items()
+        if hasattr(value, patches.MARK)
+    ]
 
 
 def test_importing_the_package_replaces_nothing():
@@ -419,9 +512,17 @@ def _train_dpo(directory, data, output, is_sharded):
     if is_sharded:  # Accelerate shards a model only together with an optimizer
         unused = torch.optim.SGD(reference.parameters(), lr=0.0)
         reference, _ = accelerate.Accelerator().prepare(reference, unused)
-    rows = [{"prompt": f"Say {n}", "chosen": f" yes {n} well", "rejected": " no no"} for n in range(24)]
+    rows = [
+        {"prompt": f"Say {n}", "chosen": f" yes {n} well", "rejected": " no no"} for n in range(24)
+    ]
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    trainer = DPOTrainer(model, reference, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    trainer = DPOTrainer(
+        model,
+        reference,
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

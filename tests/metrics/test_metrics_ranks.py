@@ -29,7 +29,9 @@ def train(model, data, output, settings):
     reporter = Reporter()
     callbacks = [reporter, MetricsCallback(throughput_warmup_steps=2)]
     trainer = build(str(model), str(data), str(output), callbacks=callbacks, **settings)
-    trainer.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, MetricsCallback))
+    trainer.callback_handler.callbacks.sort(
+        key=lambda callback: not isinstance(callback, MetricsCallback)
+    )
     lengths, collate = [], trainer.data_collator
 
     def recording(examples):
@@ -43,41 +45,66 @@ def train(model, data, output, settings):
 
 
 def run(model, data, output, settings):
-    results = run_ranks(train, 2, model, data, output, settings, environment=fsdp_environment(FSDP2))
+    results = run_ranks(
+        train, 2, model, data, output, settings, environment=fsdp_environment(FSDP2)
+    )
     return results, read_metrics(output / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("lora", [None, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "lora", [None, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"]
+)
 def test_every_logged_step_is_measured(lora, tiny_model, text_file, tmp_path):
     settings = {"steps": 4, "lora": lora, "eval_strategy": "steps", "eval_steps": 2}
     results, entries = run(tiny_model("llama"), text_file, tmp_path, settings)
     start, steps = entries[0], [entry for entry in entries if "loss" in entry]
     adapters = 2 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 52)) if lora else 0
     assert start["matmul_parameters"] == 25952 + adapters
-    assert (start["num_ranks"], start["num_rows"], start["no_mfu"]) == (2, 72, "no float32 peak FLOP/s known for cpu")
+    assert (start["num_ranks"], start["num_rows"], start["no_mfu"]) == (
+        2,
+        72,
+        "no float32 peak FLOP/s known for cpu",
+    )
     assert [entry["step"] for entry in steps] == [1, 2, 3, 4]
     assert [entry.get("is_warmup", False) for entry in steps] == [True, True, False, False]
     for entry in steps:
-        assert entry["tokens_per_second"] > 0 and len(entry["host_bytes"]) == 2 and min(entry["host_bytes"]) > 10**7
+        assert (
+            entry["tokens_per_second"] > 0
+            and len(entry["host_bytes"]) == 2
+            and min(entry["host_bytes"]) > 10**7
+        )
         seconds = entry["seconds"]
         assert seconds["forward_backward"] > 0 and seconds["optimizer"] > 0
-        assert entry["step_seconds"] == pytest.approx(sum(seconds.values()) - seconds["evaluation"] - seconds["save"])
+        assert entry["step_seconds"] == pytest.approx(
+            sum(seconds.values()) - seconds["evaluation"] - seconds["save"]
+        )
     assert steps[2]["seconds"]["evaluation"] > 0 == steps[1]["seconds"]["evaluation"]
-    assert {file.name for file in tmp_path.iterdir()} >= {"report.md", "report.png", f"{start['run']}.txt"}
+    assert {file.name for file in tmp_path.iterdir()} >= {
+        "report.md",
+        "report.png",
+        f"{start['run']}.txt",
+    }
     assert start["run"].startswith("fsdp_training_") and start["run"].endswith("_1_2_4steps_1")
     logged = [line for line in results[0][0] if "loss" in line]  # what reporters get
-    assert [line["tokens_per_second"] for line in logged] == [entry["tokens_per_second"] for entry in steps]
+    assert [line["tokens_per_second"] for line in logged] == [
+        entry["tokens_per_second"] for entry in steps
+    ]
 
 
 COUNTED = {
     "packing": {"per_device_train_batch_size": 2, "packing": True, "max_length": 80},
     "padding": {"per_device_train_batch_size": 3, "include_num_input_tokens_seen": "non_padding"},
-    "accumulation": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 2},
+    "accumulation": {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 2,
+    },
 }
 
 
 @pytest.mark.parametrize(
-    "kind", ["packing", *(pytest.param(k, marks=pytest.mark.slow) for k in COUNTED if k != "packing")]
+    "kind",
+    ["packing", *(pytest.param(k, marks=pytest.mark.slow) for k in COUNTED if k != "packing")],
 )
 def test_tokens_of_all_ranks_are_counted_without_padding(kind, tiny_model, text_file, tmp_path):
     settings = COUNTED[kind] | {"steps": 4}
@@ -85,14 +112,22 @@ def test_tokens_of_all_ranks_are_counted_without_padding(kind, tiny_model, text_
     steps = [entry for entry in entries if "loss" in entry]
     batches = settings.get("gradient_accumulation_steps", 1) * settings.get("logging_steps", 1)
     for number, entry in enumerate(steps):
-        rows = [batch for _, lengths in results for batch in lengths[number * batches : (number + 1) * batches]]
+        rows = [
+            batch
+            for _, lengths in results
+            for batch in lengths[number * batches : (number + 1) * batches]
+        ]
         assert entry["tokens"] == sum(map(sum, rows))
     if kind == "padding":  # with an attention mask, Trainer counts right too
         assert sum(entry["tokens"] for entry in steps) == steps[-1]["num_input_tokens_seen"]
 
 
-def test_a_logging_interval_that_begins_in_the_warm_up_measures_the_steps_after_it(tiny_model, text_file, tmp_path):
-    results, entries = run(tiny_model("llama"), text_file, tmp_path, {"steps": 5, "logging_steps": 5})
+def test_a_logging_interval_that_begins_in_the_warm_up_measures_the_steps_after_it(
+    tiny_model, text_file, tmp_path
+):
+    results, entries = run(
+        tiny_model("llama"), text_file, tmp_path, {"steps": 5, "logging_steps": 5}
+    )
     (entry,) = [entry for entry in entries if "loss" in entry]
     assert entry["num_steps"] == 3 and "is_warmup" not in entry
     assert entry["tokens"] == sum(sum(batch) for _, lengths in results for batch in lengths[2:5])
@@ -133,26 +168,34 @@ def train_with_faults(model, data, output):
 
     callback.flops.count_tokens = lambda inputs: inputs["no such input"]
     Path(output, "metrics.jsonl").mkdir(exist_ok=True)
-    trainer = build(str(model), str(data), str(output), callbacks=[callback.MetricsCallback()], steps=3)
+    trainer = build(
+        str(model), str(data), str(output), callbacks=[callback.MetricsCallback()], steps=3
+    )
     trainer.train()
     return trainer.state.global_step
 
 
 def test_faults_of_the_metrics_do_not_stop_a_run(tiny_model, text_file, tmp_path):
     environment = fsdp_environment(FSDP2)
-    assert run_ranks(train_with_faults, 2, tiny_model("llama"), text_file, tmp_path, environment=environment) == [3, 3]
+    assert run_ranks(
+        train_with_faults, 2, tiny_model("llama"), text_file, tmp_path, environment=environment
+    ) == [3, 3]
 
 
 def test_figures_are_in_the_files_of_a_tracker(tiny_model, text_file, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    _, entries = run(tiny_model("llama"), text_file, tmp_path, {"steps": 3, "report_to": ["tensorboard"]})
+    _, entries = run(
+        tiny_model("llama"), text_file, tmp_path, {"steps": 3, "report_to": ["tensorboard"]}
+    )
     (file,) = tmp_path.rglob("events.out.tfevents.*")
     events = EventAccumulator(str(file)).Reload()
     for name in ("tokens_per_second", "step_seconds", "loss"):
         values = [event.value for event in events.Scalars(f"train/{name}")]
-        assert values == pytest.approx([entry[name] for entry in entries if "loss" in entry], rel=1e-5)
+        assert values == pytest.approx(
+            [entry[name] for entry in entries if "loss" in entry], rel=1e-5
+        )
 
 
 def test_device_memory_is_that_of_the_devices_own_counters(monkeypatch):
@@ -162,7 +205,9 @@ def test_device_memory_is_that_of_the_devices_own_counters(monkeypatch):
 
     resets = []
     module = SimpleNamespace(
-        memory_allocated=lambda: 8, max_memory_allocated=lambda: 74, reset_peak_memory_stats=lambda: resets.append(1)
+        memory_allocated=lambda: 8,
+        max_memory_allocated=lambda: 74,
+        reset_peak_memory_stats=lambda: resets.append(1),
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     found = memory.pop_device_bytes(torch.device("meta"))
@@ -179,24 +224,33 @@ def count_collectives(model, data, output, are_ours):
     from hf_fsdp_recipes import MetricsCallback, ShardedCheckpointCallback
 
     callbacks = [MetricsCallback(), ShardedCheckpointCallback()] if are_ours else []
-    trainer = build(str(model), str(data), str(output), callbacks=callbacks, steps=8, logging_steps=100)
+    trainer = build(
+        str(model), str(data), str(output), callbacks=callbacks, steps=8, logging_steps=100
+    )
 
     class Profiler(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 1:
-                self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]).__enter__()
+                self.profile = torch.profiler.profile(
+                    activities=[torch.profiler.ProfilerActivity.CPU]
+                ).__enter__()
             if state.global_step == 7:
                 self.profile.__exit__(None, None, None)
 
     profiler = Profiler()
     trainer.callback_handler.callbacks.insert(0, profiler)
     trainer.train()
-    return Counter(event.name for event in profiler.profile.events() if event.name.startswith("c10d::"))
+    return Counter(
+        event.name for event in profiler.profile.events() if event.name.startswith("c10d::")
+    )
 
 
-def test_a_step_that_is_not_logged_adds_one_exchange_of_flags_to_trainers_own(tiny_model, text_file, tmp_path):
+def test_a_step_that_is_not_logged_adds_one_exchange_of_flags_to_trainers_own(
+    tiny_model, text_file, tmp_path
+):
     environment, arguments = fsdp_environment(FSDP2), (tiny_model("llama"), text_file, tmp_path)
     (ours, _), (plain, _) = (
-        run_ranks(count_collectives, 2, *arguments, are_ours, environment=environment) for are_ours in (True, False)
+        run_ranks(count_collectives, 2, *arguments, are_ours, environment=environment)
+        for are_ours in (True, False)
     )
     assert plain and ours - plain == {"c10d::allreduce_": 6}

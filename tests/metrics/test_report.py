@@ -18,7 +18,11 @@ START = {
 
 
 def step(number, **changes):
-    seconds = dict.fromkeys(PHASES, 0.0) | {"data": 0.5, "forward_backward": 1.25, "optimizer": 0.25}
+    seconds = dict.fromkeys(PHASES, 0.0) | {
+        "data": 0.5,
+        "forward_backward": 1.25,
+        "optimizer": 0.25,
+    }
     return {
         "step": number, "loss": 4.0 / number, "num_steps": 1, "tokens": 200, "step_seconds": 2.0, "mfu": 0.4,
         "tokens_per_second": 100.0, "tokens_per_second_per_device": 50.0, "seconds": seconds,
@@ -28,7 +32,9 @@ def step(number, **changes):
 
 
 def write(directory, entries, tail=""):
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries) + tail)
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(entry) + "\n" for entry in entries) + tail
+    )
 
 
 def table(directory):
@@ -39,7 +45,11 @@ def table(directory):
 
 def test_report_and_log_show_what_was_measured(tmp_path):
     cold = [step(number, is_warmup=True, tokens_per_second=1.0, mfu=0.1) for number in (1, 2, 3)]
-    write(tmp_path, [START, *cold, *map(step, range(4, 41)), {"step": 40, "eval_loss": 0.5}], tail='{"step": 41, "lo')
+    write(
+        tmp_path,
+        [START, *cold, *map(step, range(4, 41)), {"step": 40, "eval_loss": 0.5}],
+        tail='{"step": 41, "lo',
+    )
     found = table(tmp_path)
     assert found == found | {
         "steps": "40 of 40",
@@ -59,12 +69,18 @@ def test_report_and_log_show_what_was_measured(tmp_path):
     assert "MFU: 40.0% of the dense peak" in lines
     assert lines[-1].split() == ["40", "0.1000", "2.000", "74.00", "GB"]
     pixels = matplotlib.image.imread(tmp_path / "report.png")[..., :3]
-    assert f"# {RUN}\n" in (tmp_path / "report.md").read_text() and pixels.min() < 0.5 < pixels.max()
+    assert (
+        f"# {RUN}\n" in (tmp_path / "report.md").read_text() and pixels.min() < 0.5 < pixels.max()
+    )
 
 
 def test_plots_show_loss_throughput_phases_and_memory():
     panels = report.draw([step(1), step(2), {"step": 2, "eval_loss": 3.0}]).axes
-    lines = {line.get_label(): list(zip(*line.get_data(), strict=True)) for axes in panels for line in axes.get_lines()}
+    lines = {
+        line.get_label(): list(zip(*line.get_data(), strict=True))
+        for axes in panels
+        for line in axes.get_lines()
+    }
     assert lines == lines | {
         "training loss": [(1, 4.0), (2, 2.0)],
         "evaluation loss": [(2, 3.0)],
@@ -79,7 +95,10 @@ def test_plots_show_loss_throughput_phases_and_memory():
 def test_a_run_that_is_going_or_ended_in_its_warm_up_has_a_report(tmp_path):
     write(tmp_path, [START])
     assert table(tmp_path)["steps"] == "0 of 40"
-    write(tmp_path, [START | {"no_mfu": "no float32 peak FLOP/s known for cpu"}, step(1, is_warmup=True)])
+    write(
+        tmp_path,
+        [START | {"no_mfu": "no float32 peak FLOP/s known for cpu"}, step(1, is_warmup=True)],
+    )
     found = table(tmp_path)
     assert found["MFU"] == "n/a (no float32 peak FLOP/s known for cpu)"
     assert "throughput, padding excluded" not in found
@@ -100,7 +119,12 @@ def test_a_resumed_run_keeps_earlier_steps_and_drops_those_that_it_repeats(tmp_p
     assert table(tmp_path)["resumed from step"] == "2"
 
 
-WRONG = {"no metrics": None, "text": step(2, loss="x"), "no seconds": {"step": 2, "loss": 1.0}, "a start": {"run": "x"}}
+WRONG = {
+    "no metrics": None,
+    "text": step(2, loss="x"),
+    "no seconds": {"step": 2, "loss": 1.0},
+    "a start": {"run": "x"},
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -62,7 +62,12 @@ def test_a_moved_target_is_one_error_that_says_what_still_works(monkeypatch, pat
     package = patch.module.partition(".")[0]
     with pytest.raises(PatchError) as error:
         use()
-    for text in (f"{patch.module}.{patch.name}", version(package), f"{patch.tested} is tested", patch.remains):
+    for text in (
+        f"{patch.module}.{patch.name}",
+        version(package),
+        f"{patch.tested} is tested",
+        patch.remains,
+    ):
         assert text in str(error.value)
 
 

@@ -33,13 +33,18 @@ def _reproduce(name):
         ("save_checkpoint", {}, "trainer_state.json"),
         ("cpu_ranks", fsdp_environment(FSDP2), "trains as DistributedType.MULTI_CPU"),
         pytest.param(
-            "accumulate", {}, "_unsharded_param", marks=pytest.mark.skipif(HAS_FIX, reason="torch 2.15 fixed it")
+            "accumulate",
+            {},
+            "_unsharded_param",
+            marks=pytest.mark.skipif(HAS_FIX, reason="torch 2.15 fixed it"),
         ),
     ],
 )
 def test_the_reason_for_a_patch_or_a_workaround_still_exists(name, environment, error):
     num_ranks = 1 if name == "save_checkpoint" else 2
-    for _, text in run_ranks(_reproduce, num_ranks, name, environment=environment, expect_failure=True):
+    for _, text in run_ranks(
+        _reproduce, num_ranks, name, environment=environment, expect_failure=True
+    ):
         assert error in text
 
 
@@ -53,16 +58,28 @@ def _train_past_the_patch(model, data, output):
     trainer.train()
 
 
-def test_an_accelerate_that_shards_with_another_function_trains_nothing(tiny_model, text_file, tmp_path):
+def test_an_accelerate_that_shards_with_another_function_trains_nothing(
+    tiny_model, text_file, tmp_path
+):
     arguments = (tiny_model(), text_file, tmp_path)
-    errors = run_ranks(_train_past_the_patch, 2, *arguments, environment=fsdp_environment(FSDP2), expect_failure=True)
+    errors = run_ranks(
+        _train_past_the_patch,
+        2,
+        *arguments,
+        environment=fsdp_environment(FSDP2),
+        expect_failure=True,
+    )
     # This package's own error or, from torch 2.13, FSDP's about parameters without memory.
-    assert all("not loaded yet" in text or "non-contiguous parameters" in text for _, text in errors)
+    assert all(
+        "not loaded yet" in text or "non-contiguous parameters" in text for _, text in errors
+    )
 
 
 def _prepare_in_order(order, model, output):
     """Create a run's parts in an order, as the launcher of CPU ranks starts it; return how the model is trained."""
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # accelerate launch sets it for configs without FSDP only
+    os.environ.pop(
+        "ACCELERATE_USE_CPU", None
+    )  # accelerate launch sets it for configs without FSDP only
     from accelerate import Accelerator
     from transformers import Trainer, TrainingArguments
 
@@ -81,13 +98,17 @@ def _prepare_in_order(order, model, output):
 
 @pytest.mark.parametrize("order", ["arguments model", "model arguments"])
 def test_cpu_ranks_train_with_fsdp_in_either_order(order, tiny_model, tmp_path):
-    found = run_ranks(_prepare_in_order, 2, order, tiny_model(), tmp_path, environment=fsdp_environment(FSDP2))
+    found = run_ranks(
+        _prepare_in_order, 2, order, tiny_model(), tmp_path, environment=fsdp_environment(FSDP2)
+    )
     assert found == [("DistributedType.FSDP", 2)] * 2
 
 
 def test_an_accelerator_that_came_too_early_is_one_error(tiny_model, tmp_path):
     arguments = ("accelerator model arguments", tiny_model(), tmp_path)
-    errors = run_ranks(_prepare_in_order, 2, *arguments, environment=fsdp_environment(FSDP2), expect_failure=True)
+    errors = run_ranks(
+        _prepare_in_order, 2, *arguments, environment=fsdp_environment(FSDP2), expect_failure=True
+    )
     assert all("Accelerator was created before FSDP" in text for _, text in errors)
 
 

@@ -18,7 +18,9 @@ Maker = Callable[["Inputs"], Changes]
 Change = Callable[[Path], Any]
 
 TEXT_ROWS = [{"text": sentence} for sentence in SENTENCES[:8]]
-CHAT_ROWS = [{"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}] * 8
+CHAT_ROWS = [
+    {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
+] * 8
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,11 @@ def rows(content: list[Any] | str | bytes, name: str = "rows.jsonl", **changes: 
     """Write a dataset: rows as JSON lines, or a file's exact content."""
 
     def make(inputs: Inputs) -> Changes:
-        text = content if isinstance(content, str | bytes) else "".join(json.dumps(row) + "\n" for row in content)
+        text = (
+            content
+            if isinstance(content, str | bytes)
+            else "".join(json.dumps(row) + "\n" for row in content)
+        )
         (inputs.folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
         return {"dataset_name": inputs.folder / name} | changes
 

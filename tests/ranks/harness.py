@@ -54,7 +54,9 @@ def fsdp_environment(
         "fsdp_config": COMMON | fsdp,
     }
     if parallel:
-        config["parallelism_config"] = {f"parallelism_config_{key}": value for key, value in parallel.items()}
+        config["parallelism_config"] = {
+            f"parallelism_config_{key}": value for key, value in parallel.items()
+        }
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(config, file)
         file.flush()
@@ -74,7 +76,8 @@ def template_environment(template: Path, *options: str) -> dict[str, str]:
     return {
         key: value
         for key, value in environment.items()
-        if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")) and os.environ.get(key) != value
+        if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))
+        and os.environ.get(key) != value
     }
 
 
@@ -93,7 +96,10 @@ def free_port() -> int:
 
 
 def start_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, environment: dict[str, str] | None = None
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    environment: dict[str, str] | None = None,
 ) -> tuple[list[Any], Any]:
     """Start `function(*arguments)` on every rank; return the processes and their queue, which must outlive them."""
     results = context.Queue()
@@ -107,7 +113,9 @@ def start_ranks(
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),  # as accelerate launch does on CPUs
+            "OMP_NUM_THREADS": str(
+                max(1, (os.cpu_count() or 1) // world_size)
+            ),  # as accelerate launch does on CPUs
             **(environment or {}),
         }
         inputs = (function, arguments, rank, variables, results, _stack_directory().name)
@@ -150,9 +158,16 @@ def run_ranks(
                 process.kill()
                 process.join()
     wanted = "error" if expect_failure else "result"
-    if set(outcomes) == set(range(world_size)) and all(kind == wanted for kind, _ in outcomes.values()):
-        return [outcomes[rank][1][:2] if expect_failure else outcomes[rank][1] for rank in range(world_size)]
-    pytest.fail("\n".join(_account(rank, processes[rank], outcomes.get(rank)) for rank in range(world_size)))
+    if set(outcomes) == set(range(world_size)) and all(
+        kind == wanted for kind, _ in outcomes.values()
+    ):
+        return [
+            outcomes[rank][1][:2] if expect_failure else outcomes[rank][1]
+            for rank in range(world_size)
+        ]
+    pytest.fail(
+        "\n".join(_account(rank, processes[rank], outcomes.get(rank)) for rank in range(world_size))
+    )
 
 
 def printed_by(function: Callable[..., Any], *arguments: Any) -> str:
@@ -181,7 +196,9 @@ def _run(
 ) -> None:
     os.environ.update(variables)
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the fork server has imported torch without the variable
+    torch.set_num_threads(
+        int(os.environ["OMP_NUM_THREADS"])
+    )  # the fork server has imported torch without the variable
     stack_file = Path(stack_directory, str(os.getpid())).open("w")  # noqa: SIM115, open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack_file)  # for a rank that outlasts the timeout
     try:
@@ -198,4 +215,8 @@ def _run(
 def read_losses(output_dir: Path) -> list[float]:
     from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 
-    return [entry["loss"] for entry in read_metrics(Path(output_dir) / "metrics.jsonl") if "loss" in entry]
+    return [
+        entry["loss"]
+        for entry in read_metrics(Path(output_dir) / "metrics.jsonl")
+        if "loss" in entry
+    ]

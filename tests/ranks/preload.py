@@ -25,6 +25,8 @@ import hf_fsdp_recipes
 for module in pkgutil.walk_packages(hf_fsdp_recipes.__path__, "hf_fsdp_recipes."):
     if not module.name.startswith("hf_fsdp_recipes.tools"):  # no rank imports these
         importlib.import_module(module.name)
-get_checkpoint_conversion_mapping("llama")  # transformers builds and keeps the mappings of all models
+get_checkpoint_conversion_mapping(
+    "llama"
+)  # transformers builds and keeps the mappings of all models
 gc.collect()
 gc.freeze()  # otherwise every rank's garbage collection would walk these objects and copy their pages

@@ -37,7 +37,9 @@ def run_captured(argv: Sequence[Any], folder: Path) -> tuple[Any, float]:
 
     distributed.EXIT_SECONDS = 0  # there is no launcher to wait for
     os.chdir(folder)
-    descriptor = os.open(folder / f"rank{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    descriptor = os.open(
+        folder / f"rank{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    )
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     respect_permissions()
@@ -66,8 +68,12 @@ def respect_permissions() -> None:
 
 def run(argv: Sequence[Any], folder: Path, environment: dict[str, str]) -> list[Refusal]:
     """Run the recipe on the ranks; return one refusal per rank. A hang fails the test."""
-    results = run_ranks(run_captured, NUM_RANKS, argv, folder, environment=environment, timeout_seconds=120)
-    outputs = [(folder / f"rank{rank}.txt").read_text(errors="replace") for rank in range(NUM_RANKS)]
+    results = run_ranks(
+        run_captured, NUM_RANKS, argv, folder, environment=environment, timeout_seconds=120
+    )
+    outputs = [
+        (folder / f"rank{rank}.txt").read_text(errors="replace") for rank in range(NUM_RANKS)
+    ]
     return [Refusal(*result, text) for result, text in zip(results, outputs, strict=True)]
 
 
@@ -87,4 +93,6 @@ def find_faults(refusals: Sequence[Refusal], says: str) -> list[str]:
     message = lines[0][0]
     if not re.search(says, message, re.IGNORECASE):
         faults.append(f"does not say {says!r}: {message}")
-    return faults + ([f"has {len(message)} characters: {message}"] if len(message) > MAX_CHARACTERS else [])
+    return faults + (
+        [f"has {len(message)} characters: {message}"] if len(message) > MAX_CHARACTERS else []
+    )

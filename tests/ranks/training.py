@@ -57,10 +57,18 @@ def build(
             model_dir, dtype=dtype, **quantized(quantization), **(load_arguments or {})
         )
     else:
-        model = load_model(model_dir, dtype=dtype, source=loader, **quantized(quantization), **(load_arguments or {}))
+        model = load_model(
+            model_dir,
+            dtype=dtype,
+            source=loader,
+            **quantized(quantization),
+            **(load_arguments or {}),
+        )
     if prepare:
         prepare(model)
-    cache = Path(tempfile.gettempdir()) / f"hf-fsdp-tests-{os.getuid()}" / f"rank-{os.environ['RANK']}"
+    cache = (
+        Path(tempfile.gettempdir()) / f"hf-fsdp-tests-{os.getuid()}" / f"rank-{os.environ['RANK']}"
+    )
     eval_rows = None
     rows = load_dataset("json", data_files=str(data_file), cache_dir=str(cache))
     if args.eval_strategy != "no":
@@ -84,7 +92,11 @@ def quantized(quantization: dict[str, Any] | None) -> dict[str, Any]:
     import torch
     from transformers import BitsAndBytesConfig
 
-    dtypes = {key: getattr(torch, value) for key, value in quantization.items() if key.endswith(("dtype", "storage"))}
+    dtypes = {
+        key: getattr(torch, value)
+        for key, value in quantization.items()
+        if key.endswith(("dtype", "storage"))
+    }
     return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **(quantization | dtypes))}
 
 

@@ -14,10 +14,19 @@ from tests.recipes.launching import ROOT
 
 # Columns of the datasets that the recipes name, as their Hub pages show them.
 COLUMNS = {
-    "tatsu-lab/alpaca": lambda i, s: {"instruction": f"Say it {i} times", "input": s if i % 2 else "", "output": s},
-    "smangrul/code-chat-assistant-v1": lambda i, s: {"content": f"<|prompter|> {i} <|endoftext|> <|assistant|> {s}"},
+    "tatsu-lab/alpaca": lambda i, s: {
+        "instruction": f"Say it {i} times",
+        "input": s if i % 2 else "",
+        "output": s,
+    },
+    "smangrul/code-chat-assistant-v1": lambda i, s: {
+        "content": f"<|prompter|> {i} <|endoftext|> <|assistant|> {s}"
+    },
     "HuggingFaceTB/smoltalk": lambda i, s: {
-        "messages": [{"role": "user", "content": f"Number {i}?"}, {"role": "assistant", "content": s}]
+        "messages": [
+            {"role": "user", "content": f"Number {i}?"},
+            {"role": "assistant", "content": s},
+        ]
     },
     "allenai/c4": lambda i, s: {"text": f"{s} {s}", "timestamp": str(i), "url": "example.org"},
 }
@@ -33,7 +42,9 @@ def environment_of(recipe: Path, name: str | None = None) -> dict[str, str]:
     """Return the variables of CPU ranks with a template, by default the one in the recipe's command."""
     name = name or command_of(recipe)[command_of(recipe).index("--accelerate_config") + 1]
     template = ROOT / "accelerate_configs" / f"{name}.yaml"
-    return template_environment(template, *ON_CPU.split(), *ranks_of(template)) | {"ACCELERATE_USE_CPU": "true"}
+    return template_environment(template, *ON_CPU.split(), *ranks_of(template)) | {
+        "ACCELERATE_USE_CPU": "true"
+    }
 
 
 def write_rows(dataset: str, directory: Path) -> Path:
@@ -52,7 +63,18 @@ def small_arguments(recipe: Path, directory: Path, *fields: str) -> list[str]:
     tokenizer = directory / "tokenizer"
     make_tokenizer(tokenizer)
     settings = yaml.safe_load(recipe.read_text())
-    rows = ["--dataset_name", str(write_rows(settings["dataset_name"], directory / "rows")), "--dataset_config", ""]
-    model = [] if {"model_name_or_path", "config_name"} & settings.keys() else ["--model_name_or_path", SMOLLM]
-    written = write_recipe(recipe, directory, [*model, "--tokenizer_name", str(tokenizer), *rows, *fields])
+    rows = [
+        "--dataset_name",
+        str(write_rows(settings["dataset_name"], directory / "rows")),
+        "--dataset_config",
+        "",
+    ]
+    model = (
+        []
+        if {"model_name_or_path", "config_name"} & settings.keys()
+        else ["--model_name_or_path", SMOLLM]
+    )
+    written = write_recipe(
+        recipe, directory, [*model, "--tokenizer_name", str(tokenizer), *rows, *fields]
+    )
     return [*written, *rows, *fields]

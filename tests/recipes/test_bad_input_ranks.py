@@ -29,7 +29,10 @@ VALUES = {
     "recipe is not YAML": ("recipe.yaml", {"recipe": lambda text: text + "a: [\n"}),
     "recipe is a list": ("recipe.yaml", {"recipe": lambda text: "- max_steps: 3\n"}),
     "recipe is empty": ("recipe.yaml", {"recipe": lambda text: ""}),
-    "recipe is not UTF-8": ("recipe.yaml", {"recipe": lambda text: text.encode() + b"run_name: \xe9\n"}),
+    "recipe is not UTF-8": (
+        "recipe.yaml",
+        {"recipe": lambda text: text.encode() + b"run_name: \xe9\n"},
+    ),
     "duplicate key": ("max_steps is set twice", {"recipe": lambda text: text + "max_steps: 3\n"}),
     "unknown key": ("learning_rat .* learning_rate", {"learning_rat": 1.0}),
     "unknown flag": ("no_such_flag", {"flags": ["--no_such_flag", "1"]}),
@@ -56,7 +59,10 @@ VALUES = {
         "no-such.jsonl|no-such",
         {"datasets": [{"path": "./no-such.jsonl"}], "dataset_name": None},
     ),
-    "part of a mixture has no path": ("path", {"datasets": [{"fraction": 1.0}], "dataset_name": None}),
+    "part of a mixture has no path": (
+        "path",
+        {"datasets": [{"fraction": 1.0}], "dataset_name": None},
+    ),
     "no chat template file": ("connect|no_such", {"chat_template_path": "no_such.jinja"}),
     "no dataset": ("dataset_name", {"dataset_name": None}),
     "no model": ("model_name_or_path", {"model_name_or_path": None}),
@@ -91,7 +97,10 @@ for name, value in {"lora_r": 0, "lora_dropout": 2.0, "bnb_4bit_quant_type": "in
 
 BROKEN = {
     "model directory is empty": ("model", bad.model(bad.remove("*"))),
-    "model is a file": ("safetensors", lambda i: {"model_name_or_path": i.model("llama") / "model.safetensors"}),
+    "model is a file": (
+        "safetensors",
+        lambda i: {"model_name_or_path": i.model("llama") / "model.safetensors"},
+    ),
     "weights are unreadable": ("safetensors", bad.model(bad.protect("model.safetensors"))),
     "no weights": ("safetensors", bad.model(bad.remove("*.safetensors"))),
     "weights are empty": ("safetensors", bad.model(bad.truncate("model.safetensors", 0))),
@@ -100,18 +109,30 @@ BROKEN = {
         bad.model(bad.write("model.safetensors", "version https://git-lfs\n" * 9)),
     ),
     "weights are truncated": ("safetensors", bad.model(bad.truncate("model.safetensors", -100))),
-    "a tensor is missing": ("model.norm.weight", bad.model(bad.weights(lambda t: t.pop("model.norm.weight")))),
+    "a tensor is missing": (
+        "model.norm.weight",
+        bad.model(bad.weights(lambda t: t.pop("model.norm.weight"))),
+    ),
     "no tensor has a name of the model": ("embed_tokens", bad.model(bad.weights(bad.rename_all))),
-    "a weight file is missing": ("is missing", bad.model(bad.remove("model-00002*"), max_shard_size="60KB")),
+    "a weight file is missing": (
+        "is missing",
+        bad.model(bad.remove("model-00002*"), max_shard_size="60KB"),
+    ),
     "shapes of another size": ("32|48", bad.model(bad.config(hidden_size=48))),
     "more layers than weights": ("layers", bad.model(bad.config(num_hidden_layers=4))),
     "no config": ("config", bad.model(bad.remove("config.json"))),
     "config is not JSON": ("config", bad.model(bad.write("config.json", "{"))),
     "config of an unknown type": ("my_type", bad.model(bad.config(model_type="my_type"))),
-    "quantized model": ("quantized", bad.model(bad.config(quantization_config={"quant_method": "gptq", "bits": 4}))),
+    "quantized model": (
+        "quantized",
+        bad.model(bad.config(quantization_config={"quant_method": "gptq", "bits": 4})),
+    ),
     "no tokenizer": ("tokenizer", bad.model(bad.remove("*token*"))),
     "tokenizer is not JSON": ("tokenizer", bad.model(bad.write("tokenizer.json", "{"))),
-    "override of an unknown field": ("no_such_field", bad.new_model(config_overrides="no_such_field=3")),
+    "override of an unknown field": (
+        "no_such_field",
+        bad.new_model(config_overrides="no_such_field=3"),
+    ),
     "config of a new model is missing": ("no_such.json", bad.new_model(config_name="no_such.json")),
     "dataset is empty": ("rows.jsonl", bad.rows("")),
     "one row for two ranks": ("1 rows", bad.rows(TEXT_ROWS[:1])),
@@ -134,10 +155,19 @@ BROKEN = {
         "only users",
         bad.chat_rows(bad.write("chat_template.jinja", "{{ raise_exception('only users') }}")),
     ),
-    "no marks for assistant_only_loss": ("template", bad.chat_rows(lambda _: None, assistant_only_loss=True)),
+    "no marks for assistant_only_loss": (
+        "template",
+        bad.chat_rows(lambda _: None, assistant_only_loss=True),
+    ),
     "file": ("place/run", bad.output(lambda path: path.write_text("my notes"))),
-    "output_dir is in a file": ("place/run", bad.output(lambda path: path.write_text("my notes"), "run")),
-    "output_dir is a dangling link": ("place/run", bad.output(lambda path: path.symlink_to("gone/run"))),
+    "output_dir is in a file": (
+        "place/run",
+        bad.output(lambda path: path.write_text("my notes"), "run"),
+    ),
+    "output_dir is a dangling link": (
+        "place/run",
+        bad.output(lambda path: path.symlink_to("gone/run")),
+    ),
     "output_dir is not writable": ("place/run", bad.output(lambda path: path.mkdir(mode=0o500))),
     "output_dir holds another run": ("an earlier run", bad.used_output),
     "checkpoint is a model": ("llama", lambda i: {"resume_from_checkpoint": i.model("llama")}),
@@ -145,10 +175,16 @@ BROKEN = {
     "checkpoint is incomplete": ("checkpoint-2", bad.resume(bad.remove("manifest.json"))),
     "manifest is not JSON": ("manifest.json", bad.resume(bad.write("manifest.json", "{"))),
     "byte": ("distcp is damaged", bad.resume(bad.flip_byte)),
-    "checkpoint is truncated": ("distcp", bad.resume(bad.truncate("pytorch_model_fsdp_0/*.distcp", -10))),
+    "checkpoint is truncated": (
+        "distcp",
+        bad.resume(bad.truncate("pytorch_model_fsdp_0/*.distcp", -10)),
+    ),
     "optimizer is missing": ("optimizer_0", bad.resume(bad.remove("optimizer_0/*.distcp"))),
     "checkpoint is unreadable": ("checkpoint-2", bad.resume(bad.protect())),
-    "global batch cannot be kept": ("per_device_train_batch_size", bad.resume(per_device_train_batch_size=3)),
+    "global batch cannot be kept": (
+        "per_device_train_batch_size",
+        bad.resume(per_device_train_batch_size=3),
+    ),
     "checkpoint of a full fine-tune, run of LoRA": ("does not fit", bad.resume(**LORA)),
     "checkpoint of LoRA, full fine-tune": ("does not fit", bad.resume(kind="lora")),
     "checkpoint of another model": ("does not fit", bad.resume_with_model("gpt2")),
@@ -159,7 +195,11 @@ LAUNCHED = {
     "tp": ("", {"PARALLELISM_CONFIG_TP_SIZE": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}),
     "unknown layer class": ("NoSuchLayer", {"FSDP_TRANSFORMER_CLS_TO_WRAP": "NoSuchLayer"}),
 }
-CASES = VALUES | BROKEN | {name: (says, {"environment": changes}) for name, (says, changes) in LAUNCHED.items()}
+CASES = (
+    VALUES
+    | BROKEN
+    | {name: (says, {"environment": changes}) for name, (says, changes) in LAUNCHED.items()}
+)
 
 
 @pytest.fixture(scope="session")
@@ -188,14 +228,28 @@ def _marked(name):
 
 
 @pytest.mark.parametrize("name", [_marked(name) for name in CASES])
-def test_bad_input_is_refused_by_every_rank_alike(name, tiny_model, text_file, checkpoint, tmp_path):
+def test_bad_input_is_refused_by_every_rank_alike(
+    name, tiny_model, text_file, checkpoint, tmp_path
+):
     says, change = CASES[name]
     (tmp_path / "broken").mkdir()
     place = tmp_path / "place" / "run"
-    changes = dict(change(Inputs(tmp_path / "broken", place, tiny_model, checkpoint)) if callable(change) else change)
-    flags, edit, environment = (changes.pop(key, None) for key in ("flags", "recipe", "environment"))
+    changes = dict(
+        change(Inputs(tmp_path / "broken", place, tiny_model, checkpoint))
+        if callable(change)
+        else change
+    )
+    flags, edit, environment = (
+        changes.pop(key, None) for key in ("flags", "recipe", "environment")
+    )
     values = (
-        SETTINGS | {"model_name_or_path": tiny_model("llama"), "dataset_name": text_file, "output_dir": place} | changes
+        SETTINGS
+        | {
+            "model_name_or_path": tiny_model("llama"),
+            "dataset_name": text_file,
+            "output_dir": place,
+        }
+        | changes
     )
     argv = [*write_recipe(tmp_path / "recipe.yaml", values, edit), *(flags or [])]
     argv = flags if flags and "--config" in flags else argv

@@ -26,14 +26,18 @@ def train(tmp_path):
         recipe = ROOT / "recipes" / f"{name}.yaml"
         argv = small_arguments(recipe, directory, *fields)
         environment = environment_of(recipe, template)
-        printed = run_ranks(printed_by, num_ranks, run_recipe, argv, environment=environment, timeout_seconds=200)
+        printed = run_ranks(
+            printed_by, num_ranks, run_recipe, argv, environment=environment, timeout_seconds=200
+        )
         return directory / "run", printed[0]
 
     return run
 
 
 @pytest.mark.slow
-def test_amd_rocm_one_epoch_of_alpaca_its_log_and_the_export_of_a_foreign_checkpoint(train, tmp_path):
+def test_amd_rocm_one_epoch_of_alpaca_its_log_and_the_export_of_a_foreign_checkpoint(
+    train, tmp_path
+):
     from hf_fsdp_recipes import export_checkpoint
     from hf_fsdp_recipes.tools.generate import complete
 
@@ -56,11 +60,16 @@ def test_amd_rocm_one_epoch_of_alpaca_its_log_and_the_export_of_a_foreign_checkp
     shutil.copytree(run / "checkpoint-9" / "pytorch_model_fsdp_0", foreign)
     (foreign / "train_params.yaml").write_text("model_name: llama\n")
     exported = load_file(
-        export_checkpoint(foreign, tmp_path / "out", base_model=run.parent / "model") / "model.safetensors"
+        export_checkpoint(foreign, tmp_path / "out", base_model=run.parent / "model")
+        / "model.safetensors"
     )
     own = load_file(run / "export" / "model.safetensors")
-    assert exported.keys() == own.keys() and all(torch.equal(exported[name], own[name]) for name in own)
-    assert complete(run / "export", ["Develop a plan to build an AI chatbot in a home."], max_new_tokens=4)
+    assert exported.keys() == own.keys() and all(
+        torch.equal(exported[name], own[name]) for name in own
+    )
+    assert complete(
+        run / "export", ["Develop a plan to build an AI chatbot in a home."], max_new_tokens=4
+    )
 
 
 @pytest.mark.slow
@@ -81,9 +90,23 @@ def test_distributed_training_guide_offload_has_the_same_losses_and_units_follow
 
 @pytest.mark.slow
 def test_multinode_tutorial_every_strategy_trains_the_same_from_a_stream(train):
-    stream = ["--dataset_streaming", "true", "--max_length", "128", "--learning_rate", "1e-3", "--warmup_steps", "1"]
+    stream = [
+        "--dataset_streaming",
+        "true",
+        "--max_length",
+        "128",
+        "--learning_rate",
+        "1e-3",
+        "--warmup_steps",
+        "1",
+    ]
     found = {}
-    for template, num_ranks in {"ddp": 2, "shard_grad_op": 1, "full_shard": 2, "hybrid_shard_zero2": 4}.items():
+    for template, num_ranks in {
+        "ddp": 2,
+        "shard_grad_op": 1,
+        "full_shard": 2,
+        "hybrid_shard_zero2": 4,
+    }.items():
         fields = [*stream, "--gradient_accumulation_steps", str(4 // num_ranks)]
         run, _ = train("c4_150m_pretrain", *fields, num_ranks=num_ranks, template=template)
         found[template] = read_losses(run)
@@ -93,11 +116,34 @@ def test_multinode_tutorial_every_strategy_trains_the_same_from_a_stream(train):
 
 
 @pytest.mark.slow
-def test_gaudi_lora_evaluates_once_after_the_second_epoch_and_saves_the_adapter_only(train, tmp_path):
+def test_gaudi_lora_evaluates_once_after_the_second_epoch_and_saves_the_adapter_only(
+    train, tmp_path
+):
     rows = tmp_path / "alpaca.jsonl"
-    rows.write_text("".join(json.dumps({"instruction": "Go on.", "input": "", "output": s}) + "\n" for s in SENTENCES))
-    epochs = ["--max_steps", "-1", "--num_train_epochs", "2", "--eval_strategy", "epoch", "--save_strategy", "no"]
-    others = ["--validation_split_percentage", "4", "--torch_compile_backend", "eager", "--dataset_name", str(rows)]
+    rows.write_text(
+        "".join(
+            json.dumps({"instruction": "Go on.", "input": "", "output": s}) + "\n"
+            for s in SENTENCES
+        )
+    )
+    epochs = [
+        "--max_steps",
+        "-1",
+        "--num_train_epochs",
+        "2",
+        "--eval_strategy",
+        "epoch",
+        "--save_strategy",
+        "no",
+    ]
+    others = [
+        "--validation_split_percentage",
+        "4",
+        "--torch_compile_backend",
+        "eager",
+        "--dataset_name",
+        str(rows),
+    ]
     run, printed = train("llama2_70b_lora_gaudi", *epochs, *others)
     assert printed.count("'eval_loss'") == 1 and not list(run.glob("checkpoint-*"))
     assert (run / "export" / "adapter_model.safetensors").is_file()
@@ -107,16 +153,34 @@ def test_gaudi_lora_evaluates_once_after_the_second_epoch_and_saves_the_adapter_
 
 
 @pytest.mark.slow
-def test_llama2_70b_trains_formatted_conversations_with_a_paged_optimizer_and_checkpoints_in_shards(train):
+def test_llama2_70b_trains_formatted_conversations_with_a_paged_optimizer_and_checkpoints_in_shards(
+    train,
+):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    fields = ["--eval_strategy", "steps", "--eval_steps", "3", "--save_steps", "3", "--max_steps", "6"]
+    fields = [
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        "3",
+        "--save_steps",
+        "3",
+        "--max_steps",
+        "6",
+    ]
     run, printed = train("llama2_70b_chat_full", *fields)
     assert printed.count("'eval_loss'") == 2
     for step in (3, 6):
         assert find_damage(run / f"checkpoint-{step}") is None
-        assert len(list((run / f"checkpoint-{step}" / "pytorch_model_fsdp_0").glob("*.distcp"))) == 2
+        assert (
+            len(list((run / f"checkpoint-{step}" / "pytorch_model_fsdp_0").glob("*.distcp"))) == 2
+        )
     AutoModelForCausalLM.from_pretrained(run / "export")
     conversation = [{"role": role, "content": role[:1]} for role in ("system", "user", "assistant")]
-    text = AutoTokenizer.from_pretrained(run / "export").apply_chat_template(conversation, tokenize=False)
-    assert text == "<|system|> s <|endoftext|> <|prompter|> u <|endoftext|> <|assistant|> a <|endoftext|>"
+    text = AutoTokenizer.from_pretrained(run / "export").apply_chat_template(
+        conversation, tokenize=False
+    )
+    assert (
+        text
+        == "<|system|> s <|endoftext|> <|prompter|> u <|endoftext|> <|assistant|> a <|endoftext|>"
+    )

@@ -14,9 +14,20 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 @pytest.mark.rehearsal
 def test_quickstart_trains_is_killed_resumes_and_exports(tiny_model, tmp_path):
-    options = ["--model", tiny_model("llama_tied"), "--output_dir", "run", "--max_steps", "16", "--save_steps", "4"]
+    options = [
+        "--model",
+        tiny_model("llama_tied"),
+        "--output_dir",
+        "run",
+        "--max_steps",
+        "16",
+        "--save_steps",
+        "4",
+    ]
     command = [sys.executable, str(RECIPES / "quickstart.py"), *map(str, options)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "killed with SIGKILL" in done.stdout and "with equal losses" in done.stdout
     assert all(f"[{number}/6]" in done.stdout for number in range(1, 7))
@@ -31,7 +42,9 @@ def test_each_fact_is_in_the_training_set_and_its_rewording_is_not():
     rows = [json.loads(line)["messages"] for line in (RECIPES / "data" / "quickstart.jsonl").open()]
     answers = {question["content"]: answer["content"] for question, answer in rows}
     for (question, reworded), words in facts.items():
-        assert [other in answers[question] for other in facts.values()].count(True) == 1 and words in answers[question]
+        assert [other in answers[question] for other in facts.values()].count(
+            True
+        ) == 1 and words in answers[question]
         assert reworded not in answers
 
 
@@ -50,5 +63,7 @@ def test_only_an_earlier_quickstart_is_deleted(tmp_path):
 def test_a_missing_extra_is_one_sentence(monkeypatch, tmp_path):
     download = runpy.run_path(str(RECIPES / "quickstart_model.py"))["download"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"^gguf, .* is not installed. Run: pip install 'gguf>=0.17'$"):
+    with pytest.raises(
+        SystemExit, match=r"^gguf, .* is not installed. Run: pip install 'gguf>=0.17'$"
+    ):
         download(tmp_path)

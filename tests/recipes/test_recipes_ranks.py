@@ -17,8 +17,17 @@ def test_recipe_trains_resumes_exactly_and_exports_in_small(recipe, tmp_path):
     words = small.command_of(recipe)
     assert words[words.index("--config") + 1] == recipe.stem
     precision = "no" if "cpu" in words or "--mixed_precision" in words else "bf16"
-    fields = ["--max_steps", "4", "--gradient_accumulation_steps", "2", "--bf16", str(precision == "bf16")]
-    fields += ["--torch_compile_backend", "eager"] if "gaudi" in recipe.stem else []  # no Gaudi to compile for
+    fields = [
+        "--max_steps",
+        "4",
+        "--gradient_accumulation_steps",
+        "2",
+        "--bf16",
+        str(precision == "bf16"),
+    ]
+    fields += (
+        ["--torch_compile_backend", "eager"] if "gaudi" in recipe.stem else []
+    )  # no Gaudi to compile for
     arguments = small.small_arguments(recipe, tmp_path, *fields)
     environment = small.environment_of(recipe) | {"ACCELERATE_MIXED_PRECISION": precision}
     run_ranks(run_recipe, 2, arguments, environment=environment, timeout_seconds=200)

@@ -6,7 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.ranks.harness import printed_by, read_losses, run_ranks, start_ranks, template_environment
+from tests.ranks.harness import (
+    printed_by,
+    read_losses,
+    run_ranks,
+    start_ranks,
+    template_environment,
+)
 from tests.recipes.launching import CPU, LORA, SETTINGS, run, run_recipe, write_recipe
 
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -29,10 +35,16 @@ def _kill_after_first_checkpoint(output, processes):
             process.join()
 
 
-def test_a_killed_lora_run_resumes_exactly_and_leaves_exactly_its_files(tiny_model, chat_file, tmp_path):
+def test_a_killed_lora_run_resumes_exactly_and_leaves_exactly_its_files(
+    tiny_model, chat_file, tmp_path
+):
     from transformers import AutoModelForCausalLM
 
-    values = {"model_name_or_path": tiny_model("llama"), "dataset_name": chat_file, "merge_adapter": True}
+    values = {
+        "model_name_or_path": tiny_model("llama"),
+        "dataset_name": chat_file,
+        "merge_adapter": True,
+    }
     argv = [*write_recipe(tmp_path / "recipe.yaml", SETTINGS | LORA | values), "--output_dir"]
     environment, whole, killed = template_environment(CPU), tmp_path / "whole", tmp_path / "killed"
     run_ranks(run_recipe, 2, [*argv, whole], environment=environment)
@@ -40,7 +52,9 @@ def test_a_killed_lora_run_resumes_exactly_and_leaves_exactly_its_files(tiny_mod
     processes, _results = start_ranks(run_recipe, 2, [*argv, killed], environment=environment)
     _kill_after_first_checkpoint(killed, processes)
     resume = [*argv, killed, "--resume_from_checkpoint", "auto"]
-    assert "resuming from" in run_ranks(printed_by, 2, run_recipe, resume, environment=environment)[0]
+    assert (
+        "resuming from" in run_ranks(printed_by, 2, run_recipe, resume, environment=environment)[0]
+    )
 
     assert read_losses(killed) == read_losses(whole) and len(read_losses(whole)) == 4
     for output in (whole, killed):
@@ -56,7 +70,10 @@ def test_a_killed_lora_run_resumes_exactly_and_leaves_exactly_its_files(tiny_mod
             log.name,
         }
         assert {name for name in _names(output) if not name.endswith(".png")} == made
-        assert _names(output / "export") >= {"adapter_config.json", "adapter_model.safetensors"} | TOKENIZER
+        assert (
+            _names(output / "export")
+            >= {"adapter_config.json", "adapter_model.safetensors"} | TOKENIZER
+        )
         assert _names(output / "export_merged") >= {"config.json", "model.safetensors"} | TOKENIZER
     for name in ("export/adapter_model.safetensors", "export_merged/model.safetensors"):
         one, other = load_file(whole / name), load_file(killed / name)
@@ -65,32 +82,58 @@ def test_a_killed_lora_run_resumes_exactly_and_leaves_exactly_its_files(tiny_mod
 
 
 @pytest.mark.slow
-def test_a_qlora_run_exports_what_peft_merges_into_the_unquantized_base(tiny_model, text_file, tmp_path):
+def test_a_qlora_run_exports_what_peft_merges_into_the_unquantized_base(
+    tiny_model, text_file, tmp_path
+):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     base = tiny_model("llama_wide", "bfloat16")
-    values = {"model_name_or_path": base, "dataset_name": text_file, "load_in_4bit": True, "merge_adapter": True}
-    argv = write_recipe(tmp_path / "recipe.yaml", SETTINGS | LORA | values | {"output_dir": tmp_path / "run"})
+    values = {
+        "model_name_or_path": base,
+        "dataset_name": text_file,
+        "load_in_4bit": True,
+        "merge_adapter": True,
+    }
+    argv = write_recipe(
+        tmp_path / "recipe.yaml", SETTINGS | LORA | values | {"output_dir": tmp_path / "run"}
+    )
     run_ranks(run_recipe, 2, argv, environment=template_environment(CPU))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export_merged").state_dict()
     plain = AutoModelForCausalLM.from_pretrained(base)
     before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    by_peft = PeftModel.from_pretrained(plain, tmp_path / "run" / "export").merge_and_unload().state_dict()
+    by_peft = (
+        PeftModel.from_pretrained(plain, tmp_path / "run" / "export")
+        .merge_and_unload()
+        .state_dict()
+    )
     for name, tensor in by_peft.items():
-        torch.testing.assert_close(merged[name], tensor, rtol=2**-7, atol=2**-10)  # bfloat16 rounding errors
-    assert sum(not torch.equal(before[name], merged[name]) for name in before) == 14  # 7 linear layers of 2 blocks
+        torch.testing.assert_close(
+            merged[name], tensor, rtol=2**-7, atol=2**-10
+        )  # bfloat16 rounding errors
+    assert (
+        sum(not torch.equal(before[name], merged[name]) for name in before) == 14
+    )  # 7 linear layers of 2 blocks
 
 
 @pytest.mark.slow
-def test_a_recipe_runs_with_accelerate_launch_and_a_mistake_is_one_line(tiny_model, text_file, tmp_path):
-    values = {"model_name_or_path": tiny_model("llama_tied"), "dataset_name": text_file, "export_dtype": "bfloat16"}
-    argv = write_recipe(tmp_path / "recipe.yaml", SETTINGS | values | {"output_dir": tmp_path / "run"})
+def test_a_recipe_runs_with_accelerate_launch_and_a_mistake_is_one_line(
+    tiny_model, text_file, tmp_path
+):
+    values = {
+        "model_name_or_path": tiny_model("llama_tied"),
+        "dataset_name": text_file,
+        "export_dtype": "bfloat16",
+    }
+    argv = write_recipe(
+        tmp_path / "recipe.yaml", SETTINGS | values | {"output_dir": tmp_path / "run"}
+    )
     done = run(CPU, argv)
     assert done.returncode == 0, done.stdout
-    assert {value.dtype for value in load_file(tmp_path / "run" / "export" / "model.safetensors").values()} == {
-        torch.bfloat16
-    }
+    assert {
+        value.dtype
+        for value in load_file(tmp_path / "run" / "export" / "model.safetensors").values()
+    } == {torch.bfloat16}
 
     refused = run(CPU, [*argv, "--learning_rat", "1"])
     assert (
@@ -99,13 +142,22 @@ def test_a_recipe_runs_with_accelerate_launch_and_a_mistake_is_one_line(tiny_mod
     errors = [
         line for line in refused.stdout.splitlines() if "RecipeError" in line
     ]  # on a busy machine, from both ranks
-    assert set(errors) == {"RecipeError: learning_rat is not an argument; did you mean learning_rate?"}
+    assert set(errors) == {
+        "RecipeError: learning_rat is not an argument; did you mean learning_rate?"
+    }
 
 
 @pytest.mark.slow
 def test_gradients_are_summed_in_float32_under_bf16(tiny_model, text_file, tmp_path):
-    values = {"model_name_or_path": tiny_model("llama"), "dataset_name": text_file, "dtype": "bfloat16", "max_steps": 1}
-    argv = write_recipe(tmp_path / "recipe.yaml", SETTINGS | values | {"output_dir": tmp_path / "run"})
+    values = {
+        "model_name_or_path": tiny_model("llama"),
+        "dataset_name": text_file,
+        "dtype": "bfloat16",
+        "max_steps": 1,
+    }
+    argv = write_recipe(
+        tmp_path / "recipe.yaml", SETTINGS | values | {"output_dir": tmp_path / "run"}
+    )
     environment = template_environment(CPU) | {"ACCELERATE_MIXED_PRECISION": "bf16"}
     assert run_ranks(_precision_of, 2, argv, environment=environment)[0] == (
         "torch.float32",
@@ -145,7 +197,18 @@ def _fail_to_export(arguments):
         run_recipe(arguments)
 
 
-def test_an_error_in_the_export_is_not_called_an_error_of_the_set_up(tiny_model, chat_file, tmp_path):
-    values = {"model_name_or_path": tiny_model("llama"), "dataset_name": chat_file, "save_strategy": "no"}
+def test_an_error_in_the_export_is_not_called_an_error_of_the_set_up(
+    tiny_model, chat_file, tmp_path
+):
+    values = {
+        "model_name_or_path": tiny_model("llama"),
+        "dataset_name": chat_file,
+        "save_strategy": "no",
+    }
     argv = write_recipe(tmp_path / "recipe.yaml", SETTINGS | {"max_steps": 1} | values)
-    run_ranks(_fail_to_export, 2, [*argv, "--output_dir", tmp_path / "run"], environment=template_environment(CPU))
+    run_ranks(
+        _fail_to_export,
+        2,
+        [*argv, "--output_dir", tmp_path / "run"],
+        environment=template_environment(CPU),
+    )

@@ -22,7 +22,14 @@ FAKES = {
 }
 
 
-def submit(directory, *, status=0, printed="", job="JobState=RUNNING Restarts=0 PreemptTime=None", **variables):
+def submit(
+    directory,
+    *,
+    status=0,
+    printed="",
+    job="JobState=RUNNING Restarts=0 PreemptTime=None",
+    **variables,
+):
     """Run launch.slurm as a job of two nodes; return its exit status, its output and the commands that it ran."""
     (directory / "bin").mkdir(exist_ok=True)
     (directory / "record").touch()
@@ -44,7 +51,10 @@ def test_each_node_is_checked_and_launched_with_its_own_rank_and_the_same_argume
     shared = "--num_machines 2 --num_processes 8 --main_process_ip node0 --main_process_port 20001 --machine_rank"
     lines = [line for line in commands.splitlines() if line.startswith("hf-fsdp")]
     for node in (0, 1):
-        assert lines[node] == f"hf-fsdp preflight --accelerate_config full_shard {shared} {node} --config X"
+        assert (
+            lines[node]
+            == f"hf-fsdp preflight --accelerate_config full_shard {shared} {node} --config X"
+        )
         start = f"hf-fsdp sft --accelerate_config full_shard {shared} {node} --log_dir {tmp_path}/logs/run0/node{node} --tee "
         assert lines[2 + node].startswith(start)
         assert lines[2 + node].endswith(" --resume_from_checkpoint auto --config X")
@@ -62,8 +72,13 @@ def test_a_script_of_ones_own_a_hybrid_template_and_a_container_are_passed_on(tm
     launches = re.findall("accelerate .*", commands)
     assert len(launches) == 2 and "hf-fsdp" not in commands
     for launch in launches:
-        assert launch.startswith("accelerate launch --config_file /t/hybrid_shard.yaml --num_machines 2 ")
-        assert "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 4" in launch
+        assert launch.startswith(
+            "accelerate launch --config_file /t/hybrid_shard.yaml --num_machines 2 "
+        )
+        assert (
+            "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 4"
+            in launch
+        )
         assert launch.endswith("mine.py --resume_from_checkpoint auto --config X")
     assert "srun --container-image=/x.sqsh" in commands
     assert f"srun --container-mounts={tmp_path}:{tmp_path},/data:/data" in commands
@@ -73,7 +88,12 @@ SAVED = "stopped by a signal; resume from runs/mine/checkpoint-2"
 
 ENDINGS = [
     ("JobState=RUNNING Restarts=0 PreemptTime=None", SAVED, True, "back in the queue"),
-    ("JobState=RUNNING Restarts=0 PreemptTime=2026-01-01T00:00:00", "", True, "without a new checkpoint"),
+    (
+        "JobState=RUNNING Restarts=0 PreemptTime=2026-01-01T00:00:00",
+        "",
+        True,
+        "without a new checkpoint",
+    ),
     ("JobState=RUNNING Restarts=0 PreemptTime=None", "ValueError: no", False, "failed; the output"),
     ("JobState=CANCELLED Restarts=0 PreemptTime=None", SAVED, False, "cancelled"),
     ("JobState=PENDING Restarts=1 PreemptTime=None", SAVED, False, "Slurm has put the job back"),
@@ -81,7 +101,9 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize(("job", "printed", "is_requeued", "said"), ENDINGS)
-def test_a_job_is_requeued_if_it_saved_or_was_preempted_and_not_if_it_failed(tmp_path, job, printed, is_requeued, said):
+def test_a_job_is_requeued_if_it_saved_or_was_preempted_and_not_if_it_failed(
+    tmp_path, job, printed, is_requeued, said
+):
     status, output, commands = submit(tmp_path, status=1, printed=printed, job=job)
     assert status == (0 if is_requeued else 1) and said in output
     assert ("requeue" in commands.splitlines()) == is_requeued
@@ -89,7 +111,8 @@ def test_a_job_is_requeued_if_it_saved_or_was_preempted_and_not_if_it_failed(tmp
 
 
 @pytest.mark.parametrize(
-    ("lacks", "said"), [({"SLURM_GPUS_ON_NODE": ""}, "gpus-per-node=8"), ({"VENV": "/x"}, "VENV /x")]
+    ("lacks", "said"),
+    [({"SLURM_GPUS_ON_NODE": ""}, "gpus-per-node=8"), ({"VENV": "/x"}, "VENV /x")],
 )
 def test_what_the_job_lacks_is_named(tmp_path, lacks, said):
     status, output, commands = submit(tmp_path, **lacks)
@@ -107,14 +130,31 @@ def test_the_launch_line_of_a_file_for_another_scheduler_is_accepted(name):
     pet = "PET_NNODES=2 PET_NPROC_PER_NODE=8 PET_NODE_RANK=1 PET_MASTER_ADDR=10.0.0.1 PET_MASTER_PORT=29500"
     echo = subprocess.run(["bash", "-euc", f"{sky} {pet}; echo {line}"], check=True, **CAPTURED)
     words = shlex.split(echo.stdout)
-    assert words[:6] == ["hf-fsdp", "sft", "--accelerate_config", "full_shard", "--config", "qwen3_8b_lora"]
+    assert words[:6] == [
+        "hf-fsdp",
+        "sft",
+        "--accelerate_config",
+        "full_shard",
+        "--config",
+        "qwen3_8b_lora",
+    ]
     assert words[-4] == "--output_dir" and words[-2:] == ["--resume_from_checkpoint", "auto"]
     options = launch_command_parser().parse_args([*words[6:-4], "sft.py"])
-    assert (options.num_machines, options.num_processes, options.main_process_ip) == (2, 16, "10.0.0.1")
+    assert (options.num_machines, options.num_processes, options.main_process_ip) == (
+        2,
+        16,
+        "10.0.0.1",
+    )
 
 
 def test_finetune_sh_refuses_what_is_not_its_six_arguments():
     for arguments in ([], ["8", "1", "16", "model", "2-7B", "perhaps"]):
-        command = ["env", "SLURM_JOB_ID=1", "bash", str(RECIPES / "slurm" / "finetune.sh"), *arguments]
+        command = [
+            "env",
+            "SLURM_JOB_ID=1",
+            "bash",
+            str(RECIPES / "slurm" / "finetune.sh"),
+            *arguments,
+        ]
         done = subprocess.run(command, **CAPTURED)
         assert done.returncode == 2 and "save_model" in done.stderr

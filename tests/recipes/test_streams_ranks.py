@@ -9,7 +9,12 @@ from tests.conftest import SENTENCES
 from tests.ranks.harness import run_ranks, template_environment
 from tests.recipes.launching import CPU, SETTINGS, run_recipe, write_recipe
 
-STREAM = {"dataset_streaming": True, "per_device_train_batch_size": 2, "max_steps": 8, "save_steps": 2}
+STREAM = {
+    "dataset_streaming": True,
+    "per_device_train_batch_size": 2,
+    "max_steps": 8,
+    "save_steps": 2,
+}
 
 
 def _train(argv):
@@ -26,7 +31,11 @@ def _train(argv):
 
     Trainer.training_step = training_step
     run_recipe(argv)
-    return {e["step"]: e["loss"] for e in trainers[0].state.log_history if "loss" in e and e["step"] in rows}, rows
+    return {
+        e["step"]: e["loss"]
+        for e in trainers[0].state.log_history
+        if "loss" in e and e["step"] in rows
+    }, rows
 
 
 @pytest.fixture
@@ -38,10 +47,17 @@ def train(tiny_model, tmp_path):
         if resumed_from is not None:
             shutil.copytree(tmp_path / "whole" / resumed_from, output / resumed_from)
             resume = ["--resume_from_checkpoint", "auto"]
-        values = SETTINGS | STREAM | {"model_name_or_path": tiny_model("llama"), "output_dir": output} | changes
+        values = (
+            SETTINGS
+            | STREAM
+            | {"model_name_or_path": tiny_model("llama"), "output_dir": output}
+            | changes
+        )
         argv = [*write_recipe(tmp_path / f"{name}.yaml", values), *resume]
         found = run_ranks(_train, num_ranks, argv, environment=template_environment(CPU))
-        return found[0][0], {step: sorted(row for _, rows in found for row in rows[step]) for step in found[0][1]}
+        return found[0][0], {
+            step: sorted(row for _, rows in found for row in rows[step]) for step in found[0][1]
+        }
 
     return run
 
@@ -50,7 +66,9 @@ def _files(folder, num_files, num_rows):
     folder.mkdir()
     for number in range(num_files):
         rows = SENTENCES[number * num_rows : (number + 1) * num_rows]
-        (folder / f"part-{number}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+        (folder / f"part-{number}.jsonl").write_text(
+            "".join(json.dumps({"text": row}) + "\n" for row in rows)
+        )
     return folder
 
 
@@ -86,6 +104,8 @@ def test_a_resumed_stream_continues_with_the_very_next_row(case, train, tmp_path
 def test_a_stream_resumes_on_another_number_of_ranks(train, tmp_path):
     data = {"dataset_name": _files(tmp_path / "rows", 1, 40)}
     losses, rows = train("whole", **data)
-    resumed_losses, resumed_rows = train("resumed", num_ranks=1, resumed_from="checkpoint-6", **data)
+    resumed_losses, resumed_rows = train(
+        "resumed", num_ranks=1, resumed_from="checkpoint-6", **data
+    )
     assert resumed_rows == {step: rows[step] for step in (7, 8)}
     assert list(resumed_losses.values()) == pytest.approx([losses[7], losses[8]], abs=1e-4)

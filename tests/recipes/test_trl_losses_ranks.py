@@ -23,25 +23,45 @@ def _run_trl(arguments):
     from hf_fsdp_recipes import patches
 
     patches.enable_cpu_ranks()  # stock Accelerate ignores FSDP on CPU ranks
-    sys.argv = ["trl sft", *arguments, "--bf16", "false", "--use_cpu", "--dataloader_pin_memory", "false"]
+    sys.argv = [
+        "trl sft",
+        *arguments,
+        "--bf16",
+        "false",
+        "--use_cpu",
+        "--dataloader_pin_memory",
+        "false",
+    ]
     runpy.run_module("trl.scripts.sft", run_name="__main__")
 
 
 def _losses(output):
-    history = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    history = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())[
+        "log_history"
+    ]
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name in ("lora", "packing") else pytest.mark.slow) for name in CASES]
+    "case",
+    [
+        pytest.param(name, marks=() if name in ("lora", "packing") else pytest.mark.slow)
+        for name in CASES
+    ],
 )
 def test_every_step_has_the_loss_of_trl(case, tiny_model, text_file, chat_file, tmp_path):
     rows = tmp_path / "rows"  # `trl sft` reads folders, but no files
     rows.mkdir()
     source = chat_file if case == "chat" else text_file
-    text = "".join(json.dumps(row) + "\n" for row in PAIRS) if case == "completion" else source.read_text()
+    text = (
+        "".join(json.dumps(row) + "\n" for row in PAIRS)
+        if case == "completion"
+        else source.read_text()
+    )
     (rows / "train.jsonl").write_text(text)
-    values = SETTINGS | CASES[case] | {"model_name_or_path": tiny_model("llama"), "dataset_name": rows}
+    values = (
+        SETTINGS | CASES[case] | {"model_name_or_path": tiny_model("llama"), "dataset_name": rows}
+    )
     argv = write_recipe(tmp_path / "recipe.yaml", values)
     environment = template_environment(CPU) | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
     for run, name in ((run_recipe, "ours"), (_run_trl, "theirs")):

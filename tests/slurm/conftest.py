@@ -32,15 +32,23 @@ class Cluster:
     """A running cluster.sh, and the clients in its network."""
 
     def __init__(self, state: Path) -> None:
-        self.process = subprocess.Popen([str(SCRIPT), str(state)], stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [str(SCRIPT), str(state)], stderr=subprocess.PIPE, text=True
+        )
         self.environment = environment(SLURM_CONF=str(state / "slurm.conf"), PYTHONPATH=str(ROOT))
-        self.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
+        self.environment["PATH"] = (
+            f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
+        )
 
-    def client(self, *command: object, timeout: float = 90, **variables: str) -> subprocess.CompletedProcess:
+    def client(
+        self, *command: object, timeout: float = 90, **variables: str
+    ) -> subprocess.CompletedProcess:
         [inside] = psutil.Process(self.process.pid).children()
         command = ["nsenter", "--net", "-t", str(inside.pid), *map(str, command)]
         variables = self.environment | variables
-        return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(
+            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout
+        )
 
     def run(self, *command: object, **variables: str) -> str:
         done = self.client(*command, **variables)
@@ -54,22 +62,47 @@ class Cluster:
 class Job:
     """A job that runs recipes/launch.slurm, or another script."""
 
-    def __init__(self, cluster, directory, arguments, script="recipes/launch.slurm", options=(), **variables):
-        self.cluster, self.run_directory, self.output = cluster, directory / "run", directory / "output.txt"
+    def __init__(
+        self, cluster, directory, arguments, script="recipes/launch.slurm", options=(), **variables
+    ):
+        self.cluster, self.run_directory, self.output = (
+            cluster,
+            directory / "run",
+            directory / "output.txt",
+        )
         directory.mkdir(parents=True, exist_ok=True)
-        defaults = {"TEMPLATE": "cpu", "NPROC_PER_NODE": "1", "LOG_DIR": str(directory / "logs"), "PREFLIGHT": "0"}
-        command = ["sbatch", "--parsable", "--nodes=2", f"--output={self.output}", *options, script, *arguments]
+        defaults = {
+            "TEMPLATE": "cpu",
+            "NPROC_PER_NODE": "1",
+            "LOG_DIR": str(directory / "logs"),
+            "PREFLIGHT": "0",
+        }
+        command = [
+            "sbatch",
+            "--parsable",
+            "--nodes=2",
+            f"--output={self.output}",
+            *options,
+            script,
+            *arguments,
+        ]
         self.id = cluster.run(*command, **defaults | variables).strip()
 
     def text(self) -> str:
         return self.output.read_text() if self.output.exists() else ""
 
     def field(self, name: str) -> str:
-        found = re.search(rf"\b{name}=(\S*)", self.cluster.run("scontrol", "-o", "show", "job", self.id))
+        found = re.search(
+            rf"\b{name}=(\S*)", self.cluster.run("scontrol", "-o", "show", "job", self.id)
+        )
         return found.group(1) if found else ""
 
     def wait_for(self, pattern: str, seconds: float = 120) -> None:
-        wait_until(lambda: re.search(pattern, self.text()), seconds, lambda: f"{pattern!r} in\n{self.text()}")
+        wait_until(
+            lambda: re.search(pattern, self.text()),
+            seconds,
+            lambda: f"{pattern!r} in\n{self.text()}",
+        )
 
     def wait_until_state(self, state: str, seconds: float = 180) -> None:
         ended = {state, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
@@ -82,12 +115,18 @@ class Job:
 
 @pytest.fixture(scope="session")
 def cluster():
-    state = Path(tempfile.mkdtemp(prefix="slurm-"))  # munge wants directories that everyone can enter
+    state = Path(
+        tempfile.mkdtemp(prefix="slurm-")
+    )  # munge wants directories that everyone can enter
     state.chmod(0o755)
     cluster = Cluster(state)
     try:
         is_up = (state / "ready").exists
-        wait_until(lambda: is_up() or cluster.process.poll() is not None, 200, lambda: f"logs are in {state}")
+        wait_until(
+            lambda: is_up() or cluster.process.poll() is not None,
+            200,
+            lambda: f"logs are in {state}",
+        )
         if cluster.process.returncode == SKIP_STATUS:
             pytest.skip(cluster.process.stderr.read().strip())
         assert is_up(), cluster.process.stderr.read()
@@ -112,7 +151,12 @@ def submit(cluster, recipe, tmp_path):
 
     def start(name="job", *arguments, **named) -> Job:
         directory = tmp_path / name
-        return Job(cluster, directory, ["--config", recipe, "--output_dir", directory / "run", *arguments], **named)
+        return Job(
+            cluster,
+            directory,
+            ["--config", recipe, "--output_dir", directory / "run", *arguments],
+            **named,
+        )
 
     yield start
     cluster.run("scancel", "--user=root")
@@ -124,6 +168,13 @@ def undisturbed(cluster, recipe, tmp_path_factory):
     """A job that has run to its end."""
     directory = tmp_path_factory.mktemp("undisturbed")
     arguments = ["--config", recipe, "--output_dir", directory / "run"]
-    job = Job(cluster, directory, arguments, options=["--gpus-per-node=1"], NPROC_PER_NODE="", PREFLIGHT="1")
+    job = Job(
+        cluster,
+        directory,
+        arguments,
+        options=["--gpus-per-node=1"],
+        NPROC_PER_NODE="",
+        PREFLIGHT="1",
+    )
     job.wait_until_state("COMPLETED")
     return job

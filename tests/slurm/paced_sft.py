@@ -7,7 +7,11 @@ from pathlib import Path
 
 from transformers import Trainer
 
-PACE_SECONDS = float(os.environ.get("PACE_SECONDS", "0")) if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 0
+PACE_SECONDS = (
+    float(os.environ.get("PACE_SECONDS", "0"))
+    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+    else 0
+)
 training_step = Trainer.training_step
 
 

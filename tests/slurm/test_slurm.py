@@ -18,7 +18,9 @@ def assert_resumed(job, undisturbed):
     assert job.field("Restarts") == "1"
     assert 0 < int(re.search(r"resuming from \S+checkpoint-(\d+)", job.text()).group(1)) < NUM_STEPS
     assert job.losses() == undisturbed.losses()
-    first, second = (each.run_directory / "export" / "model.safetensors" for each in (job, undisturbed))
+    first, second = (
+        each.run_directory / "export" / "model.safetensors" for each in (job, undisturbed)
+    )
     assert first.read_bytes() == second.read_bytes()
 
 
@@ -26,7 +28,10 @@ def test_two_nodes_are_checked_train_and_export_a_model(undisturbed):
     from transformers import AutoModelForCausalLM
 
     checked, trained = undisturbed.text().split("preflight passed on node1, node2: ")
-    assert re.search(r"on node\[1-2\]: 2 x 1 ranks, node1:[23]\d{4}, cpu, ", checked) and "'loss'" in trained
+    assert (
+        re.search(r"on node\[1-2\]: 2 x 1 ranks, node1:[23]\d{4}, cpu, ", checked)
+        and "'loss'" in trained
+    )
     assert trained.rstrip().endswith("completed") and len(undisturbed.losses()) == NUM_STEPS
     AutoModelForCausalLM.from_pretrained(undisturbed.run_directory / "export")
     logs = undisturbed.output.parent / "logs" / "run0"
@@ -34,15 +39,26 @@ def test_two_nodes_are_checked_train_and_export_a_model(undisturbed):
 
 
 @pytest.mark.parametrize("grace_seconds", [20, 0])
-def test_a_preempted_job_resumes_exactly_after_the_other_job(submit, undisturbed, cluster, grace_seconds):
+def test_a_preempted_job_resumes_exactly_after_the_other_job(
+    submit, undisturbed, cluster, grace_seconds
+):
     cluster.run("scontrol", "update", "PartitionName=main", f"GraceTime={grace_seconds}")
     job = submit(**PACED)
     job.wait_for("'loss'")
-    urgent = ["--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 3"]
+    urgent = [
+        "--parsable",
+        "--partition=high",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 3",
+    ]
     urgent_id = cluster.run("sbatch", *urgent).strip()
     assert_resumed(job, undisturbed)
     assert "COMPLETED" in cluster.run("scontrol", "show", "job", urgent_id)
-    assert job.field("PreemptTime") == "None"  # a failure of the second run would not be taken for a preemption
+    assert (
+        job.field("PreemptTime") == "None"
+    )  # a failure of the second run would not be taken for a preemption
 
 
 def test_a_job_near_its_time_limit_saves_and_resumes_exactly(submit, undisturbed, cluster):
@@ -66,14 +82,22 @@ def test_a_cancelled_job_is_not_requeued_and_leaves_no_process(submit, cluster):
 
 
 def test_a_failed_job_shows_the_error_and_is_not_requeued(submit):
-    failed, rejected = submit("rank", **PACED, FAILING_RANK="1"), submit("field", "--learning_rat", "1")
-    for job, error in ((failed, r"\[rank1\]: ArithmeticError: failing rank"), (rejected, "RecipeError: ")):
+    failed, rejected = (
+        submit("rank", **PACED, FAILING_RANK="1"),
+        submit("field", "--learning_rat", "1"),
+    )
+    for job, error in (
+        (failed, r"\[rank1\]: ArithmeticError: failing rank"),
+        (rejected, "RecipeError: "),
+    ):
         job.wait_until_state("FAILED")
         assert job.field("ExitCode") == "1:0" and job.field("Restarts") == "0"
         assert re.search(rf"^{error}.*\n.*failed; ", job.text(), re.MULTILINE), job.text()
 
 
-def test_two_jobs_share_a_node_and_finetune_sh_takes_six_arguments(submit, cluster, tiny_model, text_file, tmp_path):
+def test_two_jobs_share_a_node_and_finetune_sh_takes_six_arguments(
+    submit, cluster, tiny_model, text_file, tmp_path
+):
     one = ("--nodes=1", "--nodelist=node1")
     first = submit("first", options=(*one, "--gpus-per-node=2"), NPROC_PER_NODE="")
     positional = ["2", "1", "4", tiny_model("llama"), "tiny", "False", "--max_length", "64"]
@@ -91,9 +115,7 @@ def test_two_jobs_share_a_node_and_finetune_sh_takes_six_arguments(submit, clust
 
 # Preflight between two nodes with networks of their own
 
-BUSY = (
-    'if [ $SLURM_NODEID = 0 ]; then python3 -m http.server $PORT >/dev/null 2>&1 & trap "kill $!" EXIT; sleep 2; fi; '
-)
+BUSY = 'if [ $SLURM_NODEID = 0 ]; then python3 -m http.server $PORT >/dev/null 2>&1 & trap "kill $!" EXIT; sleep 2; fi; '
 
 
 @pytest.mark.parametrize(
@@ -115,7 +137,9 @@ def test_preflight_names_a_wrong_setup_and_ends_in_time(cluster, flags, before, 
     )
     started = time.monotonic()
     try:
-        done = cluster.client("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", command, PORT="21000")
+        done = cluster.client(
+            "srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", command, PORT="21000"
+        )
     finally:
         cluster.run("srun", "--nodes=2", "bash", "-c", "ip rule del to 10.77.0.1 dport 21000; true")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -20,7 +20,9 @@ SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
     "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False,
 }  # fmt: skip
-NUM_LINEAR = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)  # parameters of the layers' linear modules
+NUM_LINEAR = LAYERS * (
+    4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER
+)  # parameters of the layers' linear modules
 NUM_ENDS = 2 * VOCABULARY * HIDDEN  # of the embedding and the head
 NUM_NORMS = (2 * LAYERS + 1) * HIDDEN
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "head_dim": 32}
@@ -51,7 +53,10 @@ def test_hybrid_sharding_divides_by_the_ranks_of_a_node():
 
 
 def test_shard_grad_op_keeps_the_layers_gathered():
-    kept, freed = total("--fsdp_reshard_after_forward false --num_processes 2"), total("--num_processes 2")
+    kept, freed = (
+        total("--fsdp_reshard_after_forward false --num_processes 2"),
+        total("--num_processes 2"),
+    )
     assert kept - freed > 2 * NUM_LINEAR / 2  # at least one of the two layers more, in bf16
 
 
@@ -84,11 +89,18 @@ def test_a_head_that_the_frozen_base_does_not_keep_is_counted_once():
 
 
 def test_4_bit_weights_take_half_a_byte_and_scales_on_every_rank():
-    nested, flat = (measure(f"{LORA} --load_in_4bit true --use_bnb_nested_quant {on}").peak for on in ("true", "false"))
+    nested, flat = (
+        measure(f"{LORA} --load_in_4bit true --use_bnb_nested_quant {on}").peak
+        for on in ("true", "false")
+    )
     adapters = measure(LORA).peak["parameters"] - 2 * (NUM_LINEAR + NUM_ENDS + NUM_NORMS) / 8
-    packed = NUM_LINEAR / 2 / 8 + 2 * (NUM_ENDS + NUM_NORMS) / 8 + adapters / 2  # adapters in bf16 instead of float32
+    packed = (
+        NUM_LINEAR / 2 / 8 + 2 * (NUM_ENDS + NUM_NORMS) / 8 + adapters / 2
+    )  # adapters in bf16 instead of float32
     assert flat["parameters"] == pytest.approx(packed + NUM_LINEAR / 16, rel=0.03)
-    assert flat["parameters"] - nested["parameters"] == pytest.approx(NUM_LINEAR * (1 / 16 - 1 / 64), rel=0.03)
+    assert flat["parameters"] - nested["parameters"] == pytest.approx(
+        NUM_LINEAR * (1 / 16 - 1 / 64), rel=0.03
+    )
 
 
 def test_frozen_experts_get_no_gradients():
@@ -111,7 +123,10 @@ def test_frozen_experts_get_no_gradients():
         ("--optim paged_adamw_32bit", "--optim adamw_torch_fused"),
         ("--optim sgd", "--optim adamw_torch_fused"),
         ("--max_length 8 --optim adamw_torch_fused", "--max_length 8 --optim adamw_torch"),
-        ("--max_length 512 --attn_implementation sdpa", "--max_length 512 --attn_implementation eager"),
+        (
+            "--max_length 512 --attn_implementation sdpa",
+            "--max_length 512 --attn_implementation eager",
+        ),
         (
             "--max_length 512 --per_device_train_batch_size 2 --attn_implementation flash_attention_2",
             "--max_length 512 --per_device_train_batch_size 2",  # padded rows need a mask
@@ -132,7 +147,9 @@ def test_every_template_for_fsdp2_is_planned():
 @pytest.fixture
 def model(tmp_path):
     """A directory with a config, and no weights."""
-    (tmp_path / "config.json").write_text(json.dumps(AutoConfig.for_model("llama", **SIZES).to_dict()))
+    (tmp_path / "config.json").write_text(
+        json.dumps(AutoConfig.for_model("llama", **SIZES).to_dict())
+    )
     return tmp_path
 
 
@@ -141,21 +158,36 @@ def run(*arguments):
 
 
 def test_plan_says_what_takes_the_memory(model):
-    result = run("--accelerate_config", "full_shard", "--model_name_or_path", model, "--max_length", "64")
+    result = run(
+        "--accelerate_config", "full_shard", "--model_name_or_path", model, "--max_length", "64"
+    )
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1] == "fits in 80 GB"
-    sizes = [float(size) for size in re.findall(r"^ *([\d.]+) GB  (?!in total)", result.output, re.M)]
-    assert sum(sizes) == pytest.approx(float(re.search(r"([\d.]+) GB  in total", result.output)[1]), abs=0.05)
+    sizes = [
+        float(size) for size in re.findall(r"^ *([\d.]+) GB  (?!in total)", result.output, re.M)
+    ]
+    assert sum(sizes) == pytest.approx(
+        float(re.search(r"([\d.]+) GB  in total", result.output)[1]), abs=0.05
+    )
 
 
 def test_plan_says_that_it_does_not_know_ligers_kernels(model):
-    arguments = ["--accelerate_config", "full_shard", "--model_name_or_path", model, "--max_length", "64"]
+    arguments = [
+        "--accelerate_config",
+        "full_shard",
+        "--model_name_or_path",
+        model,
+        "--max_length",
+        "64",
+    ]
     assert "does not know Liger's kernels" in run(*arguments, "--use_liger_kernel", "true").output
     assert "Liger" not in run(*arguments).output
 
 
 def test_run_that_does_not_fit_is_told_what_saves_memory(model):
-    result = run("--accelerate_config", "full_shard", "--model_name_or_path", model, "--gpu_memory", "1GB")
+    result = run(
+        "--accelerate_config", "full_shard", "--model_name_or_path", model, "--gpu_memory", "1GB"
+    )
     assert result.exit_code == 1
     assert "--gradient_checkpointing true" in result.output
 
@@ -168,7 +200,10 @@ def test_run_that_does_not_fit_is_told_what_saves_memory(model):
         (["--accelerate_config", "full_shard", "--learning_rat", "1"], "learning_rat"),
         (["--accelerate_config", "hybrid_shard", "--num_processes", "7"], "7 ranks"),
         (["--accelerate_config", "full_shard", "--load_in_4bit", "true"], "use_peft"),
-        (["--accelerate_config", "full_shard", "--use_peft", "--lora_target_modules", "nothing"], "nothing"),
+        (
+            ["--accelerate_config", "full_shard", "--use_peft", "--lora_target_modules", "nothing"],
+            "nothing",
+        ),
     ],
 )
 def test_job_that_cannot_be_planned_is_refused(model, arguments, words):
@@ -181,7 +216,9 @@ def test_job_that_cannot_be_planned_is_refused(model, arguments, words):
 @pytest.mark.parametrize("recipe", shipped_files("recipe"), ids=lambda file: file.stem)
 def test_shipped_recipe_fits_as_its_comment_says(recipe):
     options = command_of(recipe)
-    has_model = re.search(r"^(model_name_or_path: (?!path/to)|config_name)", recipe.read_text(), re.M)
+    has_model = re.search(
+        r"^(model_name_or_path: (?!path/to)|config_name)", recipe.read_text(), re.M
+    )
     small = [] if has_model else ["--model_name_or_path", "HuggingFaceTB/SmolLM2-135M-Instruct"]
     [memory] = re.findall(r"\b(24|192) GB", recipe.read_text().partition("\n\n")[0])[:1] or ["80"]
     result = run(*options, *small, "--gpu_memory", f"{memory}GB")

@@ -32,7 +32,14 @@ def short_waits(monkeypatch):
 
 
 def make_node(rank, num_machines=2, pid=None, faults=(), **facts):
-    return Node(rank, num_machines, {"torch": "2.13"} | facts, list(faults), f"host{rank}", pid or 100 + rank)
+    return Node(
+        rank,
+        num_machines,
+        {"torch": "2.13"} | facts,
+        list(faults),
+        f"host{rank}",
+        pid or 100 + rank,
+    )
 
 
 def check_together(nodes, *, address=LOCAL, port=None, directories=None, timeout=2.0):
@@ -73,7 +80,10 @@ def test_nodes_that_can_work_together_pass_and_leave_port_and_directory_as_they_
             [make_node(0, 3), make_node(1, 3, torch="2.12"), make_node(2, 3)],
             "torch differs: 2.13 on node 0 (host0, pid 100), node 2 (host2, pid 102); 2.12 on node 1 (host1, pid 101). ",
         ),
-        ([make_node(0), make_node(1, faults=["0 accelerators."])], "node 1 (host1, pid 101): 0 accelerators."),
+        (
+            [make_node(0), make_node(1, faults=["0 accelerators."])],
+            "node 1 (host1, pid 101): 0 accelerators.",
+        ),
     ],
 )
 def test_a_fault_of_one_node_is_the_error_of_all(nodes, sentence):
@@ -85,7 +95,10 @@ def test_a_missing_node_is_named_when_the_time_is_up():
     started = time.monotonic()
     results = check_together([make_node(0, 3), make_node(2, 3)], timeout=1.0)
     assert len(set(results)) == 1 and time.monotonic() - started < 4
-    assert "machine_rank 1 did not join within 1 s; joined: node 0 (host0, pid 100), node 2" in results[0]
+    assert (
+        "machine_rank 1 did not join within 1 s; joined: node 0 (host0, pid 100), node 2"
+        in results[0]
+    )
     assert "loopback address leads each host to itself" in results[0]
 
 
@@ -94,7 +107,11 @@ def test_a_missing_node_is_named_when_the_time_is_up():
     [
         (0, "no-such-host.invalid", "main_process_ip 'no-such-host.invalid' does not resolve. "),
         (1, "no-such-host.invalid", "main_process_ip 'no-such-host.invalid' does not resolve. "),
-        (0, "192.0.2.1", "main_process_ip 192.0.2.1 is not an address of this host. "),  # reserved by RFC 5737
+        (
+            0,
+            "192.0.2.1",
+            "main_process_ip 192.0.2.1 is not an address of this host. ",
+        ),  # reserved by RFC 5737
         (1, LOCAL, "(Connection refused). A loopback address leads each host to itself"),
     ],
 )
@@ -122,7 +139,10 @@ def test_a_port_that_another_program_or_job_uses_is_named(answer):
         results = check_together([make_node(0), make_node(1)], port=port)
         server.shutdown(socket.SHUT_RDWR)
     for rank, message in enumerate(results):
-        assert message.startswith(f"node {rank} (") and f"main_process_port {port} of {LOCAL} is in use" in message
+        assert (
+            message.startswith(f"node {rank} (")
+            and f"main_process_port {port} of {LOCAL} is in use" in message
+        )
 
 
 def test_a_second_node_0_is_told_to_take_a_rank_of_its_own():
@@ -153,7 +173,9 @@ def test_connections_that_are_no_nodes_are_ignored():
 
 
 def test_a_directory_that_is_not_shared_is_named_with_the_nodes_whose_files_are_not_there(tmp_path):
-    results = check_together([make_node(0), make_node(1)], directories=[tmp_path / "a", tmp_path / "b"])
+    results = check_together(
+        [make_node(0), make_node(1)], directories=[tmp_path / "a", tmp_path / "b"]
+    )
     assert len(set(results)) == 1
     assert "node 0 (host0, pid 100) does not see the files of node 1 (host1, pid 101)" in results[0]
     assert not [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()]
@@ -161,9 +183,14 @@ def test_a_directory_that_is_not_shared_is_named_with_the_nodes_whose_files_are_
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
-    results = check_together([make_node(0), make_node(1)], directories=[tmp_path, tmp_path / "file"])
+    results = check_together(
+        [make_node(0), make_node(1)], directories=[tmp_path, tmp_path / "file"]
+    )
     assert len(set(results)) == 1
-    assert f"node 1 (host1, pid 101): output_dir {tmp_path / 'file'} cannot be written (File exists)." in results[0]
+    assert (
+        f"node 1 (host1, pid 101): output_dir {tmp_path / 'file'} cannot be written (File exists)."
+        in results[0]
+    )
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
@@ -187,7 +214,14 @@ def start(rank, port, *arguments, num_machines=2, **variables):
         "--machine_rank",
         str(rank),
     ]
-    command += ["--accelerate_config", "cpu", "--num_machines", str(num_machines), "--num_processes", str(num_machines)]
+    command += [
+        "--accelerate_config",
+        "cpu",
+        "--num_machines",
+        str(num_machines),
+        "--num_processes",
+        str(num_machines),
+    ]
     command += [
         "--main_process_ip",
         LOCAL,
@@ -198,7 +232,9 @@ def start(rank, port, *arguments, num_machines=2, **variables):
         *map(str, arguments),
     ]
     environment = kept | {"PYTHONPATH": str(ROOT)} | variables
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_the_command_compares_versions_and_writes_to_the_directory_of_the_recipe(tmp_path):
@@ -207,11 +243,17 @@ def test_the_command_compares_versions_and_writes_to_the_directory_of_the_recipe
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 9.9.9\n")
     recipe, port = tmp_path / "recipe.yaml", free_port()
     recipe.write_text(f"output_dir: {tmp_path / 'run'}\n")
-    nodes = [start(0, port, "--config", recipe), start(1, port, "--config", recipe, PYTHONPATH=f"{tmp_path}:{ROOT}")]
+    nodes = [
+        start(0, port, "--config", recipe),
+        start(1, port, "--config", recipe, PYTHONPATH=f"{tmp_path}:{ROOT}"),
+    ]
     outputs = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [1, 1], outputs
     assert outputs[0] == outputs[1] and (tmp_path / "run").is_dir()
-    assert outputs[0][1].startswith("ToolError: transformers differs: ") and "9.9.9 on node 1 (" in outputs[0][1]
+    assert (
+        outputs[0][1].startswith("ToolError: transformers differs: ")
+        and "9.9.9 on node 1 (" in outputs[0][1]
+    )
 
 
 @pytest.mark.slow
@@ -224,7 +266,9 @@ def test_a_node_that_dies_or_freezes_while_the_others_wait_ends_the_check_in_tim
         time.sleep(8)
         stopped.send_signal(stop)
         _, error = waiting.communicate(timeout=90)
-        assert waiting.returncode == 1 and "did not join" in error and time.monotonic() - started < 60
+        assert (
+            waiting.returncode == 1 and "did not join" in error and time.monotonic() - started < 60
+        )
     finally:
         stopped.kill()
         stopped.wait()

@@ -32,7 +32,9 @@ def local(tmp_path):
 
 def run(*arguments):
     app = typer.Typer()
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(rehearse)
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+        rehearse
+    )
     return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
 
@@ -41,9 +43,16 @@ def run(*arguments):
 @pytest.mark.parametrize(("recipe", "template"), PASSING)
 def test_a_recipe_passes_its_rehearsal(recipe, template, local, tmp_path):
     kept = tmp_path / "kept"
-    result = run("--config", recipe, "--accelerate_config", template, "--directory", str(kept), *local)
-    assert f"{recipe} with {template}: loaded, killed, resumed, exported and generated" in result.output
-    assert {"checkpoint-2", "checkpoint-6", "export", "report.md"} <= {file.name for file in (kept / "run").iterdir()}
+    result = run(
+        "--config", recipe, "--accelerate_config", template, "--directory", str(kept), *local
+    )
+    assert (
+        f"{recipe} with {template}: loaded, killed, resumed, exported and generated"
+        in result.output
+    )
+    assert {"checkpoint-2", "checkpoint-6", "export", "report.md"} <= {
+        file.name for file in (kept / "run").iterdir()
+    }
 
 
 @pytest.mark.rehearsal
@@ -60,7 +69,9 @@ def test_every_recipes_model_shrinks(file):
 
     fields = read_recipe(file)
     name = fields.get("model_name_or_path", "HuggingFaceTB/SmolLM2-135M-Instruct")
-    config = find_config(str(file.parent / fields["config_name"]) if "config_name" in fields else name)
+    config = find_config(
+        str(file.parent / fields["config_name"]) if "config_name" in fields else name
+    )
     tiny = shrink(config, 300)
     assert type(tiny) is type(config) and tiny.num_hidden_layers == 2 and tiny.hidden_size == 64
     assert tiny.tie_word_embeddings == config.tie_word_embeddings and tiny.vocab_size == 300
@@ -76,20 +87,24 @@ def test_a_recipe_for_another_trainer_is_refused_by_the_parser(tmp_path, local):
 
 def test_what_cannot_be_read_is_named(tmp_path, local):
     file = find_file("recipe", "smollm2_135m_lora")
-    with pytest.raises(ToolError, match=r"the tokenizer of HuggingFaceTB/SmolLM2-135M-Instruct cannot be read"):
+    with pytest.raises(
+        ToolError, match=r"the tokenizer of HuggingFaceTB/SmolLM2-135M-Instruct cannot be read"
+    ):
         write_recipe(file, tmp_path, ["--dataset_name", ROWS])
     with pytest.raises(RecipeError, match=r"no_such\.jsonl cannot be read"):
-        write_recipe(file, tmp_path, [*local[:2], "--dataset_name", str(tmp_path / "no_such.jsonl")])
+        write_recipe(
+            file, tmp_path, [*local[:2], "--dataset_name", str(tmp_path / "no_such.jsonl")]
+        )
     with pytest.raises(ToolError, match="names no model"):
         write_recipe(find_file("recipe", "quickstart"), tmp_path)
 
 
 def test_the_error_of_a_run_is_found_in_its_output():
-    rank = (
-        "[rank1]: Traceback (most recent call last):\n[rank1]: torch.utils.checkpoint.CheckpointError: other values\n"
-    )
+    rank = "[rank1]: Traceback (most recent call last):\n[rank1]: torch.utils.checkpoint.CheckpointError: other values\n"
     lost = "[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:4508\n"
     launcher = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
-    assert find_error(rank + lost + launcher) == "torch.utils.checkpoint.CheckpointError: other values"
+    assert (
+        find_error(rank + lost + launcher) == "torch.utils.checkpoint.CheckpointError: other values"
+    )
     assert find_error("RecipeError: no such column\n" + launcher) == "RecipeError: no such column"
     assert find_error("step 3\n") == ""

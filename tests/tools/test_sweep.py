@@ -22,12 +22,16 @@ def app():
     import typer
 
     app = typer.Typer()
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(sweep.sweep)
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+        sweep.sweep
+    )
     return app
 
 
 def invoke(app, *arguments):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -59,16 +63,23 @@ def write_log(case, text):
 
 
 def rows(text):
-    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith(("| full", "| shard"))]
+    return [
+        line.strip("| ").split(" | ")
+        for line in text.splitlines()
+        if line.startswith(("| full", "| shard"))
+    ]
 
 
 def test_table_and_plot_have_every_case_also_those_that_failed(app, tmp_path):
     write_log(
-        tmp_path / f"{FULL}_1ranks", "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+        tmp_path / f"{FULL}_1ranks",
+        "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
     )
     write_metrics(tmp_path / f"{FULL}_2ranks")
     write_metrics(tmp_path / f"{FULL}_4ranks")
-    write_log(tmp_path / f"{GRAD}_2ranks", "[rank0]: ValueError: no\nx.ChildFailedError: recipes/sft.py")
+    write_log(
+        tmp_path / f"{GRAD}_2ranks", "[rank0]: ValueError: no\nx.ChildFailedError: recipes/sft.py"
+    )
     write_metrics(tmp_path / f"{GRAD}_4ranks", seconds=1.5, device_reserved_peak_bytes=[0] * 4)
     write_metrics(tmp_path / f"{GRAD}_8ranks", steps=3)  # was stopped by a signal
     printed = invoke(app, "--output_dir", tmp_path)
@@ -93,12 +104,17 @@ def test_table_and_plot_have_every_case_also_those_that_failed(app, tmp_path):
     assert f"- {GRAD} on 8: failed: 3 of 5 steps; it may still be running\n" in printed
     assert matplotlib.image.imread(tmp_path / "sweep.png").shape[1] > 800
     results = [
-        sweep.read_result(tmp_path / f"{name}ranks") for name in (f"{FULL}_1", f"{FULL}_2", f"{FULL}_4", f"{GRAD}_4")
+        sweep.read_result(tmp_path / f"{name}ranks")
+        for name in (f"{FULL}_1", f"{FULL}_2", f"{FULL}_4", f"{GRAD}_4")
     ]
     memory, *_, mfu = sweep.draw(results).axes
-    lines = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in memory.get_lines()}
+    lines = {
+        line.get_label(): list(zip(*line.get_data(), strict=True)) for line in memory.get_lines()
+    }
     assert lines == {FULL: [(2, 4.0), (4, 2.0)], GRAD: [(4, 0.1)]}
-    assert [mark.get_text() for mark in memory.texts] == [f"OOM: {FULL}"] and mfu.get_title(loc="left") == "MFU"
+    assert [mark.get_text() for mark in memory.texts] == [f"OOM: {FULL}"] and mfu.get_title(
+        loc="left"
+    ) == "MFU"
 
 
 LOGS = {
@@ -136,7 +152,10 @@ def test_a_repeated_case_replaces_what_a_kill_left(app, tmp_path, monkeypatch):
         case = log.parent
         launched.append(case.name)
         assert not log.exists() and not (case / "metrics.jsonl").exists()
-        assert f"--num_processes={case.name[-6]}" in arguments and {"--learning_rate", "--num_machines"} <= {*arguments}
+        assert f"--num_processes={case.name[-6]}" in arguments and {
+            "--learning_rate",
+            "--num_machines",
+        } <= {*arguments}
         log.write_text("CUDA out of memory" if case.name[-6] == "1" else "step 5")
         if case.name[-6] != "1":
             write_metrics(case)
@@ -161,7 +180,10 @@ def test_a_sweep_without_cases_is_refused(app, tmp_path):
 
 @pytest.mark.launch
 def test_no_rank_survives_a_run_that_is_stopped(tmp_path):
-    before, members = psutil.Process().children(recursive=True), []  # other tests' fork server, for example
+    before, members = (
+        psutil.Process().children(recursive=True),
+        [],
+    )  # other tests' fork server, for example
 
     def have_started():
         members[:] = [one for one in psutil.Process().children(recursive=True) if one not in before]
@@ -175,13 +197,31 @@ def test_no_rank_survives_a_run_that_is_stopped(tmp_path):
 @pytest.mark.slow
 def test_a_tiny_model_is_swept_for_real(tiny_model, text_file, tmp_path):
     recipe, output = tmp_path / "tiny.yaml", tmp_path / "out"
-    settings = {"model_name_or_path": str(tiny_model("llama")), "dataset_name": str(text_file), "max_length": 64}
-    recipe.write_text(yaml.safe_dump(settings | {"output_dir": "runs/tiny", "per_device_train_batch_size": 2}))
-    arguments = ["sweep", "--config", str(recipe), "--accelerate_config", FULL, "--num_processes", "1"]
+    settings = {
+        "model_name_or_path": str(tiny_model("llama")),
+        "dataset_name": str(text_file),
+        "max_length": 64,
+    }
+    recipe.write_text(
+        yaml.safe_dump(settings | {"output_dir": "runs/tiny", "per_device_train_batch_size": 2})
+    )
+    arguments = [
+        "sweep",
+        "--config",
+        str(recipe),
+        "--accelerate_config",
+        FULL,
+        "--num_processes",
+        "1",
+    ]
     arguments += ["--num_processes", "2", "--output_dir", str(output), "--max_steps", "5"]
     start = [sys.executable, "-m", "hf_fsdp_recipes.cli"]
-    done = subprocess.run([*start, *arguments], capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(
+        [*start, *arguments], capture_output=True, text=True, check=False, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        [row[1] for row in rows(done.stdout)] == ["1", "2"] and "OOM" not in done.stdout and "failed" not in done.stdout
+        [row[1] for row in rows(done.stdout)] == ["1", "2"]
+        and "OOM" not in done.stdout
+        and "failed" not in done.stdout
     )

@@ -7,7 +7,13 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from tests.conftest import make_tokenizer
-from tests.ranks.harness import FSDP2, fsdp_environment, read_losses, run_ranks, template_environment
+from tests.ranks.harness import (
+    FSDP2,
+    fsdp_environment,
+    read_losses,
+    run_ranks,
+    template_environment,
+)
 from tests.ranks.training import build, digest, losses_of
 from tests.recipes.launching import CPU, LORA, SETTINGS, run_recipe, write_recipe
 
@@ -42,7 +48,9 @@ def test_packing_is_refused_where_packed_rows_would_see_each_other(opt, text_fil
 
 
 @pytest.mark.parametrize("is_lora", [False, True])
-def test_accumulated_micro_batches_train_like_one_batch_in_bf16(is_lora, tiny_model, text_file, tmp_path):
+def test_accumulated_micro_batches_train_like_one_batch_in_bf16(
+    is_lora, tiny_model, text_file, tmp_path
+):
     """TRL's loss reads the head's weight without a call, so LoRA never gathers this unit; torch then fails to accumulate."""
 
     def train(batch, accumulation):

@@ -35,7 +35,11 @@ def test_a_path_is_found_beside_the_recipe(parse, tmp_path):
     [
         ("learning_rat: 1\n", (), "learning_rat is not an argument; did you mean learning_rate?"),
         ("", ("--learning_rat", "1"), "did you mean learning_rate?"),
-        ("", ("--learning", "1"), "learning is not an argument"),  # argparse would take it for learning_rate
+        (
+            "",
+            ("--learning", "1"),
+            "learning is not an argument",
+        ),  # argparse would take it for learning_rate
         ("max_steps: 3\nmax_steps: 4\n", (), "max_steps is set twice"),
         ("max_steps: 2.5\n", (), "max_steps is 2.5"),
         ("learning_rate: [1.0e-3]\n", (), "learning_rate is [0.001]"),

@@ -38,7 +38,11 @@ SAID = [
     ({"dtype": "bfloat16"}, {}, "trained in bfloat16, without float32 master weights"),
     ({"dtype": "bfloat16", "use_peft": "true"}, {}, ""),
     ({"dtype": "bfloat16", "bf16": "true"}, {}, ""),  # Accelerate keeps float32 master weights
-    ({"dtype": "bfloat16", "bf16": "true"}, {"ACCELERATE_USE_FSDP": "false"}, "trained in bfloat16"),
+    (
+        {"dtype": "bfloat16", "bf16": "true"},
+        {"ACCELERATE_USE_FSDP": "false"},
+        "trained in bfloat16",
+    ),
 ]
 
 
@@ -52,7 +56,9 @@ def _check_all():
     for changes, variables, _ in [*REFUSED, *SAID]:
         settings = {name: value for name, value in (GOOD | changes).items() if value is not None}
         with mock.patch.dict(os.environ), contextlib.redirect_stdout(io.StringIO()) as printed:
-            arguments = parse_arguments([word for name, value in settings.items() for word in (f"--{name}", value)])
+            arguments = parse_arguments(
+                [word for name, value in settings.items() for word in (f"--{name}", value)]
+            )
             os.environ.update(variables)
             try:
                 check_arguments(arguments)

@@ -15,7 +15,11 @@ PREFACE = "Below is an instruction that describes a task"
 
 
 def _arguments(name, split="train", streamed=False, num_ranks=1, **recipe):
-    script = {"dataset_name": str(name), "dataset_config": "of another dataset", "dataset_streaming": streamed}
+    script = {
+        "dataset_name": str(name),
+        "dataset_config": "of another dataset",
+        "dataset_streaming": streamed,
+    }
     return SimpleNamespace(
         script=SimpleNamespace(**script, dataset_train_split=split, dataset_test_split="test"),
         mixture=SimpleNamespace(datasets=None),
@@ -44,10 +48,15 @@ def _arguments(name, split="train", streamed=False, num_ranks=1, **recipe):
     ],
 )  # fmt: skip
 def test_instruction_rows_become_prompt_and_completion(prompt_format, row, prompt, completion):
-    assert to_trl_format(Dataset.from_list([row]), prompt_format)[0] == {"prompt": prompt, "completion": completion}
+    assert to_trl_format(Dataset.from_list([row]), prompt_format)[0] == {
+        "prompt": prompt,
+        "completion": completion,
+    }
 
 
-@pytest.mark.parametrize("row", [{"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}, {"content": "a"}])
+@pytest.mark.parametrize(
+    "row", [{"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}, {"content": "a"}]
+)
 def test_other_rows_are_left_to_trl(row):
     assert to_trl_format(Dataset.from_list([row]), "alpaca")[0] == row
 

@@ -8,7 +8,16 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ["torch", "accelerate", "transformers", "trl", "peft", "huggingface_hub", "datasets", "bitsandbytes"]
+PACKAGES = [
+    "torch",
+    "accelerate",
+    "transformers",
+    "trl",
+    "peft",
+    "huggingface_hub",
+    "datasets",
+    "bitsandbytes",
+]
 TESTS = ["loading", "checkpointing", "export", "patches", "training/test_adjustments_ranks.py"]
 # Tests of what upstream itself cannot do in an environment's versions, for pytest's -k. docs/upstream.md says what.
 CPU_RANKS_WITHOUT_FSDP = "test_without_fsdp_trainer_saves_and_the_callback_exports"
@@ -31,9 +40,18 @@ def run_tests(name: str) -> tuple[list[str], str, int]:
     """Return the versions of Python and the packages, pytest's summary and its exit status."""
     python = ROOT / ".venv-versions" / name / "bin" / "python"
     code = f"import platform as p, importlib.metadata as m; print(p.python_version(), *map(m.version, {PACKAGES}))"
-    versions = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    print(f"{python}: {', '.join(map(' '.join, zip(['python', *PACKAGES], versions, strict=True)))}", flush=True)
-    chosen = ["-m", "not slow", *(["-k", f"not ({UNSUPPORTED[name]})"] if name in UNSUPPORTED else ())]
+    versions = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    print(
+        f"{python}: {', '.join(map(' '.join, zip(['python', *PACKAGES], versions, strict=True)))}",
+        flush=True,
+    )
+    chosen = [
+        "-m",
+        "not slow",
+        *(["-k", f"not ({UNSUPPORTED[name]})"] if name in UNSUPPORTED else ()),
+    ]
     command = [python, "-m", "pytest", "-q", "--timeout=900", "-p", "no:cacheprovider", *chosen]
     command += [f"tests/{part}" for part in TESTS]
     last = ""

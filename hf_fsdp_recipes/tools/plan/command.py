@@ -29,10 +29,18 @@ ADVICE = (
 
 def plan(
     context: typer.Context,
-    accelerate_config: Annotated[str, typer.Option("--accelerate_config", help="A template, or an Accelerate config.")],
-    config: Annotated[Optional[str], typer.Option("--config", help="A shipped recipe, or a file.")] = None,
-    gpu_memory: Annotated[str, typer.Option("--gpu_memory", help="Memory of one GPU, such as 24GB.")] = "80GB",
-    gpu_tflops: Annotated[float, typer.Option("--gpu_tflops", help="The GPU's bf16 peak; an A100 has 312.")] = 312.0,
+    accelerate_config: Annotated[
+        str, typer.Option("--accelerate_config", help="A template, or an Accelerate config.")
+    ],
+    config: Annotated[
+        Optional[str], typer.Option("--config", help="A shipped recipe, or a file.")
+    ] = None,
+    gpu_memory: Annotated[
+        str, typer.Option("--gpu_memory", help="Memory of one GPU, such as 24GB.")
+    ] = "80GB",
+    gpu_tflops: Annotated[
+        float, typer.Option("--gpu_tflops", help="The GPU's bf16 peak; an A100 has 312.")
+    ] = 312.0,
 ) -> None:
     """Will it fit? Predict the memory of one GPU from the model's config alone.
 
@@ -59,13 +67,22 @@ def plan(
     if job.on_cpu or needed_bytes(job, memory) <= limit:
         print("" if job.on_cpu else f"fits in {limit / 1e9:g} GB")
         return
-    print("\n  ".join([f"does not fit in {limit / 1e9:g} GB. Options that save memory, if not set yet:", *ADVICE]))
+    print(
+        "\n  ".join(
+            [
+                f"does not fit in {limit / 1e9:g} GB. Options that save memory, if not set yet:",
+                *ADVICE,
+            ]
+        )
+    )
     raise typer.Exit(1)
 
 
 def needed_bytes(job: "Job", memory: "StepMemory") -> float:
     """Return the bytes that a rank needs: those at the peak of a step and, on GPUs, what is assumed above."""
-    temporary = sum(size for name, size in memory.peak.items() if name not in ("parameters", "optimizer state"))
+    temporary = sum(
+        size for name, size in memory.peak.items() if name not in ("parameters", "optimizer state")
+    )
     allowance = CONTEXT_BYTES + NCCL_BYTES * (job.num_ranks > 1) + FRAGMENTATION * temporary
     return sum(memory.peak.values()) + (0 if job.on_cpu else allowance)
 
@@ -73,16 +90,24 @@ def needed_bytes(job: "Job", memory: "StepMemory") -> float:
 def describe(job: "Job", memory: "StepMemory", gpu_tflops: float) -> list[str]:
     """Return the lines of text that describe the plan."""
     (rows, length), training, total = job.shape, job.arguments.training, needed_bytes(job, memory)
-    parts = memory.peak | {"context, NCCL, fragmentation (assumed)": total - sum(memory.peak.values())}
+    parts = memory.peak | {
+        "context, NCCL, fragmentation (assumed)": total - sum(memory.peak.values())
+    }
     lines = [
         f"{job.num_ranks} ranks; each: {rows} x {length} tokens, {training.gradient_accumulation_steps} times per step",
         "memory of one rank at the peak of a step:",
-        *(f"{size / 1e9:9.2f} GB  {name}" for name, size in sorted(parts.items(), key=lambda part: -part[1]) if size),
+        *(
+            f"{size / 1e9:9.2f} GB  {name}"
+            for name, size in sorted(parts.items(), key=lambda part: -part[1])
+            if size
+        ),
         f"{total / 1e9:9.2f} GB  in total",
     ]
     if memory.flops and not job.on_cpu:
         seconds = memory.flops / (MFU * gpu_tflops * 1e12)
-        lines.append(f"{seconds:9.2g} s   for a step, if GPUs reach {MFU:.0%} of {gpu_tflops:g} TFLOP/s (assumed)")
+        lines.append(
+            f"{seconds:9.2g} s   for a step, if GPUs reach {MFU:.0%} of {gpu_tflops:g} TFLOP/s (assumed)"
+        )
     if training.use_liger_kernel:
         lines.append("The plan does not know Liger's kernels, with which a rank needs less.")
     return lines

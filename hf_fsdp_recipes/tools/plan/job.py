@@ -40,7 +40,9 @@ class Job(NamedTuple):
     def is_joined(self) -> bool:
         """Whether TRL joins the rows of a batch into one. The condition is copied from `SFTTrainer.__init__`."""
         training = self.arguments.training
-        return training.padding_free or (training.packing and training.packing_strategy.startswith("bfd"))
+        return training.padding_free or (
+            training.packing and training.packing_strategy.startswith("bfd")
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,16 +58,27 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
         RecipeError: a file does not exist or cannot be read, an option is unknown, or the template is not for FSDP2.
     """
     options = ["--main_process_port", "0", *options]
-    launch, _, _ = _validate_launch_command(parse_launch(Path("sft.py"), find_file("template", template), options))
-    environment = {name: value for name, value in prepare_multi_gpu_env(launch).items() if name.startswith(PREFIXES)}
+    launch, _, _ = _validate_launch_command(
+        parse_launch(Path("sft.py"), find_file("template", template), options)
+    )
+    environment = {
+        name: value
+        for name, value in prepare_multi_gpu_env(launch).items()
+        if name.startswith(PREFIXES)
+    }
     if environment.get("FSDP_VERSION") != "2":
         raise ToolError(
             f"{template} is not for FSDP2, which alone can be planned. Use a template with fsdp_version: 2."
         )
-    environment["ACCELERATE_USE_CPU"] = "true"  # so that a recipe for GPUs can be read on any machine
+    environment["ACCELERATE_USE_CPU"] = (
+        "true"  # so that a recipe for GPUs can be read on any machine
+    )
     with mock.patch.dict(os.environ, environment):
         arguments = parse_arguments(
-            [*(["--config", str(find_file("recipe", recipe))] if recipe else []), *launch.training_script_args]
+            [
+                *(["--config", str(find_file("recipe", recipe))] if recipe else []),
+                *launch.training_script_args,
+            ]
         )
     return Job(arguments, environment, launch.num_processes, bool(launch.use_cpu))
 
@@ -83,6 +96,8 @@ def find_config(name: str) -> PreTrainedConfig:
     """Return the config of a directory or Hub id. A Hub id with a copy in models/ needs neither network nor access rights."""
     copy = Path(__file__).parents[1] / "models" / f"{name.replace('/', '--')}.json"
     try:
-        return AutoConfig.from_pretrained(copy if copy.is_file() and not Path(name).is_dir() else name)
+        return AutoConfig.from_pretrained(
+            copy if copy.is_file() and not Path(name).is_dir() else name
+        )
     except (OSError, ValueError) as error:
         raise ToolError(f"the config of {name} cannot be read: {describe(error)}") from error

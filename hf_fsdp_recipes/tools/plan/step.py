@@ -41,7 +41,10 @@ from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
 
 # {part of the optimizer's name: number of its state tensors for each trained parameter}
 NUM_STATES = {"sgd": 0, "lion": 1, "rmsprop": 1, "adamw": 2}
-SCALE_BYTES = {False: 4 / 64, True: 1 / 64 + 4 / (64 * 256)}  # bytes per value; True: scales are quantized too
+SCALE_BYTES = {
+    False: 4 / 64,
+    True: 1 / 64 + 4 / (64 * 256),
+}  # bytes per value; True: scales are quantized too
 KINDS = {  # {torch's kind of memory: name in the plan}
     _MemRefType.PARAM: "parameters",
     _MemRefType.BUFFER: "parameters",
@@ -66,7 +69,9 @@ def measure_step(config: PreTrainedConfig, job: Job) -> StepMemory:
         ToolError: the ranks are no multiple of the replicas, the recipe trains nothing, or PEFT cannot add the adapter.
     """
     if job.num_ranks % job.num_replicas:
-        raise ToolError(f"{job.num_ranks} ranks cannot hold {job.num_replicas} replicas. Pass another --num_processes.")
+        raise ToolError(
+            f"{job.num_ranks} ranks cannot hold {job.num_replicas} replicas. Pass another --num_processes."
+        )
     dist.init_process_group("fake", rank=0, world_size=job.num_ranks, store=FakeStore())
     try:
         sizes, names = (job.num_replicas, job.num_ranks // job.num_replicas), ("replicate", "shard")
@@ -77,11 +82,18 @@ def measure_step(config: PreTrainedConfig, job: Job) -> StepMemory:
             stack.enter_context(mock.patch.dict(os.environ, job.environment))
             _replace_kernels(stack, job)
             model, flops = _build(config, job), None
-            rows, length = job.shape[0] * job.arguments.training.gradient_accumulation_steps, job.shape[1]
-            with contextlib.suppress(AttributeError, ValueError):  # FLOPs are counted only for text decoders
+            rows, length = (
+                job.shape[0] * job.arguments.training.gradient_accumulation_steps,
+                job.shape[1],
+            )
+            with contextlib.suppress(
+                AttributeError, ValueError
+            ):  # FLOPs are counted only for text decoders
                 flops = find_model_flops(model).training(rows * length, rows * length**2)
             with FakeTensorMode(allow_non_fake_inputs=True):
-                model.to_empty(device="cpu")  # fake tensors, which torch and Accelerate treat like real ones
+                model.to_empty(
+                    device="cpu"
+                )  # fake tensors, which torch and Accelerate treat like real ones
                 model.tie_weights()
                 return StepMemory(_run(_shard(model, mesh, job), job), flops)
     finally:
@@ -93,10 +105,16 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
     config, chosen, training = copy.deepcopy(config), job.arguments.model, job.arguments.training
     config.get_text_config().use_cache = config.use_cache = False
     take_quantizer(config)
-    auto_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    auto_class = getattr(
+        transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM
+    )
     dtype = getattr(torch, str(chosen.dtype), None) or config.dtype or torch.float32
-    implementation = "eager" if chosen.attn_implementation == "eager" else None  # otherwise SDPA, if the model has it
-    model = build_on_meta(config, dtype, auto_class, {"attn_implementation": implementation}).train()
+    implementation = (
+        "eager" if chosen.attn_implementation == "eager" else None
+    )  # otherwise SDPA, if the model has it
+    model = build_on_meta(
+        config, dtype, auto_class, {"attn_implementation": implementation}
+    ).train()
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     if chosen.load_in_4bit:
         stored = PRECISIONS.get(job.environment["ACCELERATE_MIXED_PRECISION"], dtype)
@@ -108,7 +126,9 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
             raise ToolError(f"PEFT cannot add this adapter: {error}") from error
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise ToolError("no parameter is trained: 4-bit weights need an adapter. Set use_peft: true.")
+        raise ToolError(
+            "no parameter is trained: 4-bit weights need an adapter. Set use_peft: true."
+        )
     for parameter in trained if chosen.load_in_4bit else ():
         parameter.data = parameter.data.to(torch.bfloat16)  # as SFTTrainer does
     if training.gradient_checkpointing:
@@ -121,12 +141,19 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
 
 def _shard(model: Any, mesh: Any, job: Job) -> Any:
     """Shard the model as `Accelerator.prepare` does."""
-    plugin, precision = FullyShardedDataParallelPlugin(), job.environment["ACCELERATE_MIXED_PRECISION"]
+    plugin, precision = (
+        FullyShardedDataParallelPlugin(),
+        job.environment["ACCELERATE_MIXED_PRECISION"],
+    )
     if precision != "no":
         plugin.set_mixed_precision(precision)
-        policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)  # as `adjust` does
+        policy = dataclasses.replace(
+            plugin.mixed_precision_policy, reduce_dtype=torch.float32
+        )  # as `adjust` does
         plugin.mixed_precision_policy = policy
-    plugin.cpu_offload = plugin.cpu_ram_efficient_loading = None  # what would be on the host is not counted
+    plugin.cpu_offload = plugin.cpu_ram_efficient_loading = (
+        None  # what would be on the host is not counted
+    )
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh={(): mesh},
@@ -138,7 +165,9 @@ def _shard(model: Any, mesh: Any, job: Job) -> Any:
         device=torch.device("cpu"),
     )
     patches.apply_for_loading()
-    model.__dict__[patches.LOADER] = job  # SIZE_BASED_WRAP needs a model that looks like load_model's
+    model.__dict__[patches.LOADER] = (
+        job  # SIZE_BASED_WRAP needs a model that looks like load_model's
+    )
     plugin.set_auto_wrap_policy(model)
     model = fsdp2_apply_ac(accelerator, model) if plugin.activation_checkpointing else model
     gather_units_once(model)
@@ -147,9 +176,16 @@ def _shard(model: Any, mesh: Any, job: Job) -> Any:
 
 def _run(model: Any, job: Job) -> dict[str, int]:
     """Return the bytes of each kind at the peak of a step."""
-    training, precision = job.arguments.training, PRECISIONS.get(job.environment["ACCELERATE_MIXED_PRECISION"])
+    training, precision = (
+        job.arguments.training,
+        PRECISIONS.get(job.environment["ACCELERATE_MIXED_PRECISION"]),
+    )
     rows = torch.zeros(job.shape, dtype=torch.long).view((1, -1) if job.is_joined else job.shape)
-    inputs = {"input_ids": rows, "labels": rows, "position_ids" if job.is_joined else "attention_mask": rows}
+    inputs = {
+        "input_ids": rows,
+        "labels": rows,
+        "position_ids" if job.is_joined else "attention_mask": rows,
+    }
     options = training.accelerator_config.gradient_accumulation_kwargs or {}
     tracker = StepTracker()
     tracker.track_external(*model.buffers(), *(() if job.is_offloaded else [model]))
@@ -162,7 +198,9 @@ def _run(model: Any, job: Job) -> dict[str, int]:
         for is_last in (False, True)[training.gradient_accumulation_steps == 1 :]:
             model.set_requires_gradient_sync(is_last or options.get("sync_each_batch", False))
             with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
-                loss = -model(**inputs, fused_lm_head=True).log_probs.sum()  # keeps no outputs, like Trainer
+                loss = -model(
+                    **inputs, fused_lm_head=True
+                ).log_probs.sum()  # keeps no outputs, like Trainer
             loss.backward()
     return _add_optimizer(model, tracker, job)
 
@@ -177,15 +215,22 @@ class StepTracker(MemTracker):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return args[0].dtype == torch.bool or 1  # the model reads a value, which a fake tensor does not have
-        if active_fake_mode() is not self._mode:  # DTensor's own mode only finds shapes; torch 2.11 would count them
+            return (
+                args[0].dtype == torch.bool or 1
+            )  # the model reads a value, which a fake tensor does not have
+        if (
+            active_fake_mode() is not self._mode
+        ):  # DTensor's own mode only finds shapes; torch 2.11 would count them
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def sizes(self, when: str) -> dict[str, int]:
         """Return the bytes of each kind, now ("current") or at the peak."""
         [found] = self.get_tracker_snapshot(when).values()
-        return {text: sum(found[kind] for kind in KINDS if KINDS[kind] == text) for text in KINDS.values()}
+        return {
+            text: sum(found[kind] for kind in KINDS if KINDS[kind] == text)
+            for text in KINDS.values()
+        }
 
 
 def _add_optimizer(model: Any, tracker: StepTracker, job: Job) -> dict[str, int]:
@@ -198,22 +243,32 @@ def _add_optimizer(model: Any, tracker: StepTracker, job: Job) -> dict[str, int]
     is_multi_tensor = optimizer == "adamw_torch" and not (job.on_cpu or job.is_offloaded)
     update = {"optimizer's new values": sum(one.nbytes for one in shards) if is_multi_tensor else 0}
     peaks = (tracker.sizes("peak") | resident, tracker.sizes("current") | resident | update)
-    return {name: size for name, size in max(peaks, key=lambda peak: sum(peak.values())).items() if size > 0}
+    return {
+        name: size
+        for name, size in max(peaks, key=lambda peak: sum(peak.values())).items()
+        if size > 0
+    }
 
 
 def _pack_linears(model: Any, dtype: torch.dtype, is_nested: bool) -> None:
     """Pack the weights of linear layers, except the head, into 4 bits, like bitsandbytes. Every rank has all scales."""
     head = model.get_output_embeddings()
-    for module in [one for one in model.modules() if isinstance(one, torch.nn.Linear) and one is not head]:
+    for module in [
+        one for one in model.modules() if isinstance(one, torch.nn.Linear) and one is not head
+    ]:
         num_values = module.weight.numel()
-        scales = torch.empty(round(num_values * SCALE_BYTES[is_nested]), dtype=torch.uint8, device="meta")
+        scales = torch.empty(
+            round(num_values * SCALE_BYTES[is_nested]), dtype=torch.uint8, device="meta"
+        )
         module.register_buffer("scales", scales, persistent=False)
         module.forward = functools.partial(_multiply_packed, module, module.weight.shape, dtype)
         packed = torch.empty(num_values // (2 * dtype.itemsize), 1, dtype=dtype, device="meta")
         module.weight = torch.nn.Parameter(packed, requires_grad=False)
 
 
-def _multiply_packed(module: Any, shape: torch.Size, dtype: torch.dtype, rows: torch.Tensor) -> torch.Tensor:
+def _multiply_packed(
+    module: Any, shape: torch.Size, dtype: torch.dtype, rows: torch.Tensor
+) -> torch.Tensor:
     """Multiply rows by a packed weight. It is unpacked for this, and again in the backward pass."""
 
     def unpack(_: Any = None) -> torch.Tensor:
@@ -228,15 +283,27 @@ def _replace_kernels(stack: contextlib.ExitStack, job: Job) -> None:
     """Replace functions that differ on a GPU or fail on fake tensors. Closing the stack restores them."""
     is_flash = "flash" in str(job.arguments.model.attn_implementation)
     # SDPA needs a mask for padded rows, for packed rows and for sliding windows.
-    has_mask = not is_flash and (job.is_joined or (job.shape[0] > 1 and not job.arguments.training.packing))
+    has_mask = not is_flash and (
+        job.is_joined or (job.shape[0] > 1 and not job.arguments.training.packing)
+    )
 
-    def ignore_mask(padding: Any, length: int, kv_length: int, offset: Any, kv_offset: Any, window: Any = None) -> bool:
+    def ignore_mask(
+        padding: Any, length: int, kv_length: int, offset: Any, kv_offset: Any, window: Any = None
+    ) -> bool:
         return is_flash or not (has_mask or (window is not None and kv_length >= window))
 
     replacements: list[tuple[Any, str, Any]] = [
         (masking_utils, "_ignore_causal_mask_sdpa", ignore_mask),
-        (masking_utils, "find_packed_sequence_indices", lambda position_ids: position_ids if has_mask else None),
-        (moe, "_grouped_mm", lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0]),  # same shape
+        (
+            masking_utils,
+            "find_packed_sequence_indices",
+            lambda position_ids: position_ids if has_mask else None,
+        ),
+        (
+            moe,
+            "_grouped_mm",
+            lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0],
+        ),  # same shape
     ]
     if not job.on_cpu:  # on GPUs, Triton kernels work in place, and attention kernels have dropout
         attend = torch.nn.functional.scaled_dot_product_attention

@@ -44,7 +44,9 @@ def build(cache: Path = CACHE) -> Path:
         if not target.is_dir():
             with tempfile.TemporaryDirectory(dir=cache) as scratch:
                 package = Path(scratch) / "package"
-                shutil.copytree(SOURCES / "package", package, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    SOURCES / "package", package, ignore=shutil.ignore_patterns("__pycache__")
+                )
                 _compile(compiler, Path(scratch), package / "torch_npu" / "_C.so")
                 package.rename(target)
     return target
@@ -53,9 +55,15 @@ def build(cache: Path = CACHE) -> Path:
 def _fingerprint() -> str:
     """Return a digest of everything that the build depends on."""
     digest = hashlib.sha256(f"{version('torch')} {sys.version} {FLAGS}".encode())
-    package = [path for path in (SOURCES / "package").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    package = [
+        path
+        for path in (SOURCES / "package").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
     for file in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"), *package]):
-        digest.update(f"{file.relative_to(SOURCES)} {file.stat().st_size} ".encode() + file.read_bytes())
+        digest.update(
+            f"{file.relative_to(SOURCES)} {file.stat().st_size} ".encode() + file.read_bytes()
+        )
     return digest.hexdigest()[:16]
 
 
@@ -68,26 +76,43 @@ def _find_compiler() -> str:
         )
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.is_file():
-        raise BuildError(f"the emulated accelerator needs {header}. Install the headers of Python (python3-dev).")
+        raise BuildError(
+            f"the emulated accelerator needs {header}. Install the headers of Python (python3-dev)."
+        )
     return compiler
 
 
 def _compile(compiler: str, scratch: Path, target: Path) -> None:
     """Compile the sources in parallel and link them."""
     [torch] = find_spec("torch").submodule_search_locations  # importing torch would take longer
-    includes = [f"{torch}/include", f"{torch}/include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    includes = [
+        f"{torch}/include",
+        f"{torch}/include/torch/csrc/api/include",
+        sysconfig.get_paths()["include"],
+    ]
     flags = [*FLAGS, *(f"-I{directory}" for directory in includes)]
     objects = [str(scratch / f"{name}.o") for name in MODULES]
     compilations = [
         subprocess.Popen(
-            [compiler, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", output], stderr=subprocess.PIPE, text=True
+            [compiler, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", output],
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for name, output in zip(MODULES, objects, strict=True)
     ]
     errors = [process.communicate()[1] for process in compilations]
     for process, text in zip(compilations, errors, strict=True):
         _check(process.returncode, text)
-    link = [compiler, "-shared", *objects, "-o", str(target), f"-L{torch}/lib", *LIBRARIES, f"-Wl,-rpath,{torch}/lib"]
+    link = [
+        compiler,
+        "-shared",
+        *objects,
+        "-o",
+        str(target),
+        f"-L{torch}/lib",
+        *LIBRARIES,
+        f"-Wl,-rpath,{torch}/lib",
+    ]
     linked = subprocess.run(link, capture_output=True, text=True, check=False)
     _check(linked.returncode, linked.stderr)
 
@@ -95,7 +120,9 @@ def _compile(compiler: str, scratch: Path, target: Path) -> None:
 def _check(exit_status: int, errors: str) -> None:
     if exit_status:
         lines = "\n".join(errors.splitlines()[:20])
-        raise BuildError(f"the emulated accelerator does not compile with torch {version('torch')}:\n{lines}")
+        raise BuildError(
+            f"the emulated accelerator does not compile with torch {version('torch')}:\n{lines}"
+        )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,14 @@ from pathlib import Path
 # Kinds of events: copies from the device, copies to the device, and waits of the host for the device.
 TO_HOST = ("d2h_async", "d2h_sync", "d2h_nonblocking_pageable")
 TO_DEVICE = ("h2d_async", "h2d_sync", "h2d_nonblocking_pageable")
-WAITS = ("item", "event_synchronize", "stream_synchronize", "device_synchronize", "d2h_sync", "h2d_sync")
+WAITS = (
+    "item",
+    "event_synchronize",
+    "stream_synchronize",
+    "device_synchronize",
+    "d2h_sync",
+    "h2d_sync",
+)
 
 
 @dataclass(frozen=True)
@@ -82,13 +89,24 @@ def describe(events: list[Event]) -> str:
     sizes: Counter[tuple[object, ...]] = Counter()
     for event in events:
         memory = "pinned" if event.is_pinned else "pageable"
-        key = (f"rank {event.rank}", f"device {event.device}", event.kind, memory, f"stream {event.stream}")
+        key = (
+            f"rank {event.rank}",
+            f"device {event.device}",
+            event.kind,
+            memory,
+            f"stream {event.stream}",
+        )
         key = (*key, event.thread, event.phase, event.asked_by)
         calls[key] += 1
         sizes[key] += event.num_bytes
-    return "\n".join(f"{count:6} {sizes[key]:12} B  {' | '.join(map(str, key))}" for key, count in calls.most_common())
+    return "\n".join(
+        f"{count:6} {sizes[key]:12} B  {' | '.join(map(str, key))}"
+        for key, count in calls.most_common()
+    )
 
 
 if __name__ == "__main__":
     folder, *kinds = sys.argv[1:]
-    print(describe([event for event in read_events(Path(folder)) if not kinds or event.kind in kinds]))
+    print(
+        describe([event for event in read_events(Path(folder)) if not kinds or event.kind in kinds])
+    )

@@ -6,4 +6,6 @@ accelerate launch --use_cpu --num_processes 2 --use_fsdp --fsdp_version 2 cpu_ra
 from accelerate import Accelerator
 
 accelerator = Accelerator()
-assert accelerator.distributed_type == "FSDP", f"an FSDP config trains as {accelerator.distributed_type}"
+assert accelerator.distributed_type == "FSDP", (
+    f"an FSDP config trains as {accelerator.distributed_type}"
+)

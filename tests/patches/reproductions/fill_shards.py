@@ -11,9 +11,13 @@ from accelerate import Accelerator, init_empty_weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 accelerator = Accelerator()
-config = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+config = LlamaConfig(
+    vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+)
 with init_empty_weights(include_buffers=False):
     model = LlamaForCausalLM(config)
 model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-assert not empty, f"{len(empty)} parameters have no values and no place to load them, such as {empty[0]}"
+assert not empty, (
+    f"{len(empty)} parameters have no values and no place to load them, such as {empty[0]}"
+)

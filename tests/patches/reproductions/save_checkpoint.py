@@ -17,7 +17,9 @@ class KilledInSecondSave(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
 
 
-config = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+config = LlamaConfig(
+    vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+)
 args = TrainingArguments(tempfile.mkdtemp(), max_steps=3, save_steps=1, report_to="none")
 rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 64
 try:

@@ -8,7 +8,9 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
 accelerator = Accelerator()
-config = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+config = LlamaConfig(
+    vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+)
 model = LlamaForCausalLM(config)
 model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 tokens = torch.ones(1, 8, dtype=torch.long, device=accelerator.device)

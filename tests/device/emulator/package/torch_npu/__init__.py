@@ -36,7 +36,9 @@ def _register() -> None:
     sys.modules["torch.npu.amp"] = device_module.amp
     device_module.fill()
     torch.Tensor.data = property(_data.__get__, _set_data)
-    torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+    torch.utils.generate_methods_for_privateuse1_backend(
+        for_tensor=True, for_module=True, for_storage=True
+    )
     import torch.distributed as dist
 
     dist.Backend.register_backend("hccl", _make_backend, devices=["npu"])

@@ -38,8 +38,12 @@ class Stream(torch.Stream):
 class Event:
     """Returns a plain `torch.Event` when called, because `torch.Event.elapsed_time` accepts no subclass."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
-        return torch.Event("npu", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> torch.Event:
+        return torch.Event(
+            "npu", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
+        )
 
 
 class DeviceContext:
@@ -87,7 +91,9 @@ def get_rng_state(device: Device = "npu") -> torch.Tensor:
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = "npu") -> None:
-    _C.default_generator(index_of(device)).set_state(new_state.cpu() if new_state.device.type != "cpu" else new_state)
+    _C.default_generator(index_of(device)).set_state(
+        new_state.cpu() if new_state.device.type != "cpu" else new_state
+    )
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
@@ -163,15 +169,21 @@ def fill() -> None:
         "max_memory_allocated": _memory("allocated_bytes.all.peak"),
         "memory_reserved": _memory("reserved_bytes.all.current"),
         "max_memory_reserved": _memory("reserved_bytes.all.peak"),
-        "reset_peak_memory_stats": lambda device=None: torch.accelerator.reset_peak_memory_stats(index_of(device)),
-        "reset_max_memory_allocated": lambda device=None: torch.accelerator.reset_peak_memory_stats(index_of(device)),
+        "reset_peak_memory_stats": lambda device=None: torch.accelerator.reset_peak_memory_stats(
+            index_of(device)
+        ),
+        "reset_max_memory_allocated": lambda device=None: torch.accelerator.reset_peak_memory_stats(
+            index_of(device)
+        ),
         "mem_get_info": lambda device=None: _C.memory_info(index_of(device)),
     }
     seeds = {
         "seed": lambda: None,
         "seed_all": lambda: None,
         "initial_seed": lambda: _C.default_generator(index_of()).initial_seed(),
-        "default_generators": tuple(_C.default_generator(number) for number in range(_C.device_count())),
+        "default_generators": tuple(
+            _C.default_generator(number) for number in range(_C.device_count())
+        ),
     }
     vars(npu).update(devices | life | streams | memory | seeds | RANDOM, random=random, amp=amp)
     vars(random).update(RANDOM)

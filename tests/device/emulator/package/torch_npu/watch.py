@@ -24,7 +24,9 @@ def start(folder: str | Path) -> None:
     """Record everything from now on, in a new file in `folder`. Call it in the process that uses the device."""
     global _file
     Path(folder).mkdir(parents=True, exist_ok=True)
-    _file = (Path(folder) / f"rank{os.environ.get('RANK', '0')}.{os.getpid()}.jsonl").open("w", buffering=1)
+    _file = (Path(folder) / f"rank{os.environ.get('RANK', '0')}.{os.getpid()}.jsonl").open(
+        "w", buffering=1
+    )
     _C.watch(_record)
 
 
