@@ -12,7 +12,10 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ["ACCELERATE_USE_CPU"] = "true"  # tests run on CPU ranks, even on a machine with a GPU
+# Tests run on CPU ranks, even on a machine with a GPU. bitsandbytes would start CUDA when it is imported.
+os.environ["ACCELERATE_USE_CPU"] = "true"
+for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+    os.environ[variable] = ""
 
 import pytest
 

@@ -51,7 +51,7 @@ def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict
     sources = {}
     state = model.state_dict()
     sharded = next((value for value in state.values() if isinstance(value, DTensor)), None)
-    if sharded is not None:
+    if sharded is not None and distributed.can_send(sharded.device_mesh.device_type):
         distributed.open_default_group(torch.device(sharded.device_mesh.device_type))
     for name, value in state.items():
         if isinstance(value, torch.Tensor):  # bitsandbytes also stores strings
@@ -69,16 +69,15 @@ def _gather(
     if not isinstance(value, DTensor):
         return value
     mesh = value.device_mesh
-    value = value.to(mesh.device_type)  # the shards may be offloaded to the CPU
-    replicas = mesh.mesh.reshape(
-        -1, mesh.size(-1)
-    ).tolist()  # under HSDP, each row of the mesh is one replica
+    replicas = mesh.mesh.reshape(-1, mesh.size(-1)).tolist()  # each row of HSDP's mesh is one
     ranks = next((row for row in replicas if writer in row), None)
     *outer, inner = value.placements
     is_sharded = inner == Shard(0) and all(placement.is_replicate() for placement in outer)
-    if ranks is None or not is_sharded or not distributed.can_send(mesh.device_type):
-        return value.full_tensor()
-    local, own = value.to_local().contiguous(), dist.get_rank()
+    if ranks is None or not is_sharded:
+        return value.to(mesh.device_type).full_tensor()  # the shards may be offloaded to the CPU
+    device_type = mesh.device_type if distributed.can_send(mesh.device_type) else "cpu"
+    local = value.to_local().to(device_type).contiguous()
+    own = dist.get_rank()
     if own != writer:
         _exchange([dist.P2POp(dist.isend, local, writer)] if own in ranks and local.numel() else [])
         return None
