@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,13 +203,17 @@ def _run(
 ) -> None:
     os.environ.update(variables)
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    unclosed = _make_warnings_errors()
     # The fork server has imported torch without the variable.
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # Open until the process ends.
     stack_file = Path(stack_directory, str(os.getpid())).open("w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stack_file)  # for a rank that outlasts the timeout
     try:
-        results.put((rank, "result", function(*arguments)))
+        result = function(*arguments)
+        if unclosed:
+            raise unclosed[0]
+        results.put((rank, "result", result))
     except BaseException as error:
         results.put((rank, "error", (type(error).__name__, str(error), traceback.format_exc())))
     finally:
@@ -216,6 +221,23 @@ def _run(
         results.join_thread()
         sys.stdout.flush()
         os._exit(0)  # a rank that failed alone must not wait for the others in a destructor
+
+
+def _make_warnings_errors() -> list[ResourceWarning]:
+    """Turn warnings that blame this package into errors; pytest's filters do not reach the ranks.
+
+    Return a list that collects the errors that Python cannot raise, because a finalizer warned.
+    """
+    unclosed = []
+
+    def report(unraisable: Any) -> None:
+        sys.__unraisablehook__(unraisable)
+        if isinstance(unraisable.exc_value, ResourceWarning):
+            unclosed.append(unraisable.exc_value)
+
+    warnings.filterwarnings("error", module="hf_fsdp_recipes")
+    sys.unraisablehook = report
+    return unclosed
 
 
 def read_losses(output_dir: Path) -> list[float]:
