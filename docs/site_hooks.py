@@ -1,6 +1,7 @@
-"""Hooks of mkdocs.yml: the README, the recipes' page and the Python interface as pages, and links to files outside docs/.
+"""Hooks of mkdocs.yml.
 
-A link that leaves docs/ leads to a copy of the file in the site, so that no address of a repository is needed.
+The README, the recipes' page and the Python interface become pages. A link that leaves docs/ leads
+to a copy of the file in the site, so that no address of a repository is needed.
 """
 
 import posixpath
@@ -29,7 +30,10 @@ def source_of(page: str) -> str:
 
 
 def place_in_site(file: str) -> str:
-    """Return where a file of the repository is in the site. Source files get the ending .txt, which browsers show."""
+    """Return where a file of the repository is in the site.
+
+    Source files get the ending .txt, which browsers show.
+    """
     if file in PAGES:
         return PAGES[file]
     if file.startswith("docs/") and not file.endswith(".py"):
@@ -38,8 +42,12 @@ def place_in_site(file: str) -> str:
 
 
 def rewrite_links(markdown: str, page: str) -> tuple[str, set[str]]:
-    """Return a page's text with links that hold in the site, and the files outside docs/ that they lead to."""
-    source, outside = source_of(page), set()
+    """Return a page's text with links that hold in the site, and the files they need.
+
+    The files are those outside docs/.
+    """
+    source = source_of(page)
+    outside: set[str] = set()
 
     def rewrite(match: re.Match[str]) -> str:
         file = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
@@ -71,9 +79,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in files.documentation_pages():
         outside |= rewrite_links(file.content_string, file.src_uri)[1]
     for source in sorted(outside):
-        files.append(
-            File.generated(config, place_in_site(source), content=(ROOT / source).read_bytes())
-        )
+        content = (ROOT / source).read_bytes()
+        files.append(File.generated(config, place_in_site(source), content=content))
     return files
 
 

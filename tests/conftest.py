@@ -12,15 +12,17 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-# Tests run on CPU ranks, even on a machine with a GPU. bitsandbytes would start CUDA when it is imported.
+# Tests run on CPU ranks, even on a machine with a GPU. bitsandbytes would start CUDA when imported.
 os.environ["ACCELERATE_USE_CPU"] = "true"
-for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
-    os.environ[variable] = ""
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["HIP_VISIBLE_DEVICES"] = ""
+os.environ["ZE_AFFINITY_MASK"] = ""
 
 import pytest
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% for message in messages %}"
+    "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SENTENCES = [
@@ -61,7 +63,10 @@ def make_tokenizer(directory: Path) -> None:
 
 
 def tiny_config(kind: str):
-    """Return the config of a tiny model: llama, llama_tied, llama_wide, gpt2, qwen3_moe, mixtral or gpt_oss."""
+    """Return the config of a tiny model.
+
+    `kind` is llama, llama_tied, llama_wide, gpt2, qwen3_moe, mixtral or gpt_oss.
+    """
     from transformers import GPT2Config, GptOssConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
     common = {"vocab_size": 307, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -77,9 +82,8 @@ def tiny_config(kind: str):
         return LlamaConfig(
             **small, tie_word_embeddings=kind == "llama_tied", attention_bias=kind == "llama"
         )
-    if (
-        kind == "llama_wide"
-    ):  # each row fills 4-bit blocks; bitsandbytes' CPU kernel misreads shorter rows
+    if kind == "llama_wide":
+        # Each row fills 4-bit blocks; bitsandbytes' CPU kernel misreads shorter rows.
         return LlamaConfig(**small | {"hidden_size": 64, "intermediate_size": 128})
     if kind == "gpt2":
         return GPT2Config(**common, n_embd=32, n_layer=2, n_head=4, n_positions=128)
@@ -102,7 +106,10 @@ def tiny_config(kind: str):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """Return a function that makes (once) the directory of a tiny model with random weights and a tokenizer."""
+    """Return a function that makes a tiny model's directory: random weights and a tokenizer.
+
+    It makes each directory once.
+    """
     made: dict[tuple, Path] = {}
 
     def make(kind: str = "llama", dtype: str = "float32", max_shard_size: str = "5GB") -> Path:
@@ -134,15 +141,10 @@ def text_file(tmp_path_factory) -> Path:
 def chat_file(tmp_path_factory) -> Path:
     """Return a JSON Lines file of 24 conversations."""
     file = tmp_path_factory.mktemp("data") / "chat.jsonl"
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"Tell me about {s.split()[2]}"},
-                {"role": "assistant", "content": s},
-            ]
-        }
-        for s in SENTENCES[:24]
-    ]
+    rows = []
+    for sentence in SENTENCES[:24]:
+        question = {"role": "user", "content": f"Tell me about {sentence.split()[2]}"}
+        rows.append({"messages": [question, {"role": "assistant", "content": sentence}]})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
@@ -164,7 +166,9 @@ def mount():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by what they start: `ranks` in test_*_ranks.py, `launch` in test_*_launch.py and tests/recipes/, `device` in
+    """Mark tests by what they start.
+
+    `ranks` in test_*_ranks.py, `launch` in test_*_launch.py and tests/recipes/, `device` in
     tests/device/.
     """
     for item in items:

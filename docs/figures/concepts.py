@@ -1,4 +1,4 @@
-"""Draw docs/figures/concepts.png: what each GPU stores, and one GPU's memory over a FULL_SHARD step.
+"""Draw docs/figures/concepts.png: what each GPU stores, and a GPU's memory over a FULL_SHARD step.
 
     python docs/figures/concepts.py
 
@@ -193,16 +193,21 @@ def main() -> None:
     swatches = [Rectangle((0, 0), 1, 1, fc=color) for _, color in ROWS]
     names = [name if name != "optimizer" else "optimizer state" for name, _ in ROWS]
     figure.legend(
-        swatches, names, loc="upper right", ncols=3, fontsize=9, frameon=False, bbox_to_anchor=(0.99, 0.995),
+        swatches,
+        names,
+        loc="upper right",
+        ncols=3,
+        fontsize=9,
+        frameon=False,
+        bbox_to_anchor=(0.99, 0.995),
         handlelength=1.2,
-    )  # fmt: skip
+    )
     schedule = figure.add_subplot(grid[1, :])
     draw_schedule(schedule)
     draw_memory(figure.add_subplot(grid[2, :]))
-    figure.text(
-        0.02, schedule.get_position().y1 + 0.012, "One FULL_SHARD step of a model with four units",
-        fontsize=13.5, fontweight="bold", color=INK,
-    )  # fmt: skip
+    title = "One FULL_SHARD step of a model with four units"
+    height = schedule.get_position().y1 + 0.012
+    figure.text(0.02, height, title, fontsize=13.5, fontweight="bold", color=INK)
     figure.savefig(Path(__file__).with_suffix(".png"), dpi=130, metadata={"Software": None})
 
 

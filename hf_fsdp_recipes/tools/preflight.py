@@ -199,6 +199,7 @@ def greet(connection: socket.socket, timeout: float) -> BufferedRWPair:
     with contextlib.suppress(OSError, ValueError):
         send(peer, greeting)
         answer = json.loads(peer.readline())
+    connection.close()  # it stays open until the file is closed
     if answer != greeting:
         raise OSError(errno.EADDRINUSE, "another program answers")
     connection.settimeout(timeout)

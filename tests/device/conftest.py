@@ -1,4 +1,4 @@
-"""The emulated accelerator: built once, then given to the fork server of the tests in this folder."""
+"""The emulated accelerator: built once, then given to the fork server of this folder's tests."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,10 @@ from tests.device.runs import Inputs, Run, Runs
 
 @pytest.fixture(scope="package")
 def package() -> Path:
-    """Return the built emulator. Without a compiler the tests are skipped, or fail under `make test-device`."""
+    """Return the built emulator.
+
+    Without a compiler the tests are skipped, or fail under `make test-device`.
+    """
     try:
         return build()
     except BuildError as error:

@@ -24,7 +24,8 @@ HYBRID = {"dp_replicate_size": 2, "dp_shard_size": 2}
 @contextlib.contextmanager
 def fork_server_with_device(package: Path) -> Iterator[None]:
     """Restart the tests' fork server with the device, and afterwards without the device."""
-    import torch  # noqa: F401 (before the emulator is on the path: pytest's own process has no device)
+    # Before the emulator is on the path: pytest's own process has no device.
+    import torch  # noqa: F401
 
     server = multiprocessing.forkserver._forkserver
     path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -42,7 +43,7 @@ def fork_server_with_device(package: Path) -> Iterator[None]:
 
 
 def call(package: str, watch: str | None, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function on a rank and record its requests to the device; the package must be on the rank's path."""
+    """Run a function on a rank, with the device's package on its path; record requests if asked."""
     sys.path.append(package)
     if watch is not None:
         from torch_npu import watch as recorder
@@ -70,9 +71,10 @@ class Ranks:
         precision: str = "no",
         watch: Path | None = None,
     ) -> list[Any]:
-        """Run a function on ranks, with FSDP2 and these changes to its config; return the results in rank order.
+        """Run a function on ranks, with FSDP2 and these changes to its config.
 
-        `watch` is a directory for records of the ranks' requests to the device, which `events.read_events` reads.
+        Return the results in rank order. `watch` is a directory for records of the ranks' requests
+        to the device, which `events.read_events` reads.
         """
         environment = environment_for(num_ranks, fsdp, precision) | DEVICE
         recorded = None if watch is None else str(watch)

@@ -67,7 +67,10 @@ def train(
     resume: bool = False,
     stop: int = 0,
 ) -> list[float]:
-    """Train and export on this rank; return the losses of all steps. `stop` is a signal that it gets in step 5."""
+    """Train and export on this rank; return the losses of all steps.
+
+    `stop` is a signal that the rank gets in step 5.
+    """
     from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint
 
     is_stock = options.get("loader") == "stock"
@@ -112,15 +115,17 @@ class Inputs:
             output = self.directory / f"{name.replace(' ', '_')}-cpu"
             environment = environment_for(case.num_ranks, case.fsdp, case.precision)
             arguments = (*self.arguments(name, output), dict(case.options))
-            done[name] = Run(
-                output, run_ranks(train, case.num_ranks, *arguments, environment=environment)[0], []
-            )
+            losses = run_ranks(train, case.num_ranks, *arguments, environment=environment)[0]
+            done[name] = Run(output, losses, [])
         return done
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Trains each case on the device when a test first needs it. `on_cpu` has the same cases, trained on CPU ranks."""
+    """Trains each case on the device when a test first needs it.
+
+    `on_cpu` has the same cases, trained on CPU ranks.
+    """
 
     ranks: Ranks
     inputs: Inputs
@@ -145,7 +150,7 @@ class Runs:
         watch: Path | None = None,
         **changes: Any,
     ) -> list[float]:
-        """Train a case in another directory, on the case's ranks or on `num_ranks`; return the losses."""
+        """Train a case in another directory, on `num_ranks` or its own ranks; return the losses."""
         case = CASES[name]
         arguments = (*self.inputs.arguments(name, output), dict(case.options) | changes, resume)
         options = {"fsdp": case.fsdp, "precision": case.precision, "watch": watch}

@@ -1,4 +1,4 @@
-"""Requests to the device during load, training, save and export: which code copies, on which thread, and which waits."""
+"""Requests to the device in load, training, save and export: which code copies and which waits."""
 
 from collections import Counter
 
@@ -18,31 +18,26 @@ def asked_in(events, *packages):
 
 
 def exported_bytes(run):
-    return sum(
-        weight.nbytes for weight in load_file(run.output / "export" / "model.safetensors").values()
-    )
+    weights = load_file(run.output / "export" / "model.safetensors")
+    return sum(weight.nbytes for weight in weights.values())
 
 
 def test_a_save_copies_the_state_once(runs):
     run = runs.get("full")
     num_weights = len(load_file(run.output / "export" / "model.safetensors"))
-    state_bytes = (
-        3 * exported_bytes(run) + 4 * NUM_RANKS * num_weights
-    )  # two moments and a step for each parameter
-    saving = [
-        event
-        for event in asked_in(run.events, "checkpointing", "callback:save")
-        if event.kind in TO_HOST
-    ]
+    # The weights, and two moments and a step for each.
+    state_bytes = 3 * exported_bytes(run) + 4 * NUM_RANKS * num_weights
+    asked = asked_in(run.events, "checkpointing", "callback:save")
+    saving = [event for event in asked if event.kind in TO_HOST]
     copied = [event for event in saving if any("host_copy:" in frame for frame in event.project)]
     assert total_bytes(copied) == NUM_SAVES * state_bytes
     assert [event.asked_by for event in saving if event not in copied and event.num_bytes > 8] == []
 
 
 def test_no_rank_uses_the_device_of_another(runs):
-    assert {
-        (event.rank, event.device) for event in runs.get("full").events if event.device >= 0
-    } == {(0, 0), (1, 1)}
+    events = runs.get("full").events
+    used = {(event.rank, event.device) for event in events if event.device >= 0}
+    assert used == {(0, 0), (1, 1)}
 
 
 def test_loading_sends_each_weight_to_a_device_once(runs):
@@ -51,26 +46,24 @@ def test_loading_sends_each_weight_to_a_device_once(runs):
         loading = [event for event in asked_in(run.events, "loading") if event.kind in TO_DEVICE]
         assert total_bytes(loading) < copies * exported_bytes(run) + 1000  # buffers
         if name == "full":
-            assert {event.rank for event in loading if event.num_bytes > 100} == {
-                0
-            }  # rank 0 reads and sends
+            # Rank 0 reads and sends.
+            assert {event.rank for event in loading if event.num_bytes > 100} == {0}
 
 
 def test_an_export_copies_each_weight_to_the_host_once(runs):
     run = runs.get("full")
-    assert total_bytes(
-        e for e in asked_in(run.events, "export") if e.kind in TO_HOST
-    ) == exported_bytes(run)
+    copied = [event for event in asked_in(run.events, "export") if event.kind in TO_HOST]
+    assert total_bytes(copied) == exported_bytes(run)
 
 
 def test_a_step_waits_for_the_device_no_more_than_stock(runs):
     def waits(name):
-        steps = [
-            event
-            for event in runs.get(name).events
-            if any(":training_step:" in f for f in event.upstream)
-        ]
-        found = Counter((event.rank, event.kind) for event in steps if event.kind in WAITS)
-        return {key: count / len(runs.get(name).losses) for key, count in found.items()}
+        run = runs.get(name)
+        found = Counter(
+            (event.rank, event.kind)
+            for event in run.events
+            if event.kind in WAITS and any(":training_step:" in frame for frame in event.upstream)
+        )
+        return {key: count / len(run.losses) for key, count in found.items()}
 
     assert waits("full") == waits("stock")

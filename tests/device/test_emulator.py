@@ -200,10 +200,8 @@ def test_the_first_operation_may_be_a_batch_of_all_ranks(ranks):
 def test_a_batch_of_some_ranks_cannot_be_the_first_operation(ranks, is_third_absent):
     *refusals, of_third = ranks.run(batch_of_some_ranks_first, 3, is_third_absent)
     refusals += [] if is_third_absent else [of_third]
-    assert all(
-        "the first operation of a group must be one in which all its ranks take part" in text
-        for text in refusals
-    )
+    sentence = "the first operation of a group must be one in which all its ranks take part"
+    assert all(sentence in text for text in refusals)
     if is_third_absent:
         assert all(text.endswith("these ranks have not begun: 2") for text in refusals)
 
@@ -211,18 +209,14 @@ def test_a_batch_of_some_ranks_cannot_be_the_first_operation(ranks, is_third_abs
 def test_two_threads_cannot_use_a_group_at_the_same_time(ranks):
     (in_thread, on_rank0), (values, on_rank1) = ranks.run(threads, 2)
     assert values == [4.0, 4.0]
-    assert all(
-        "two threads use one group at the same time" in text
-        for text in [*in_thread, on_rank0, on_rank1]
-    )
+    sentence = "two threads use one group at the same time"
+    assert all(sentence in text for text in [*in_thread, on_rank0, on_rank1])
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_ranks_must_call_the_same_operations(ranks, name):
-    assert all(
-        "the same operations in the same order" in text
-        for text in ranks.run(different_operations, 2, name)
-    )
+    refusals = ranks.run(different_operations, 2, name)
+    assert all("the same operations in the same order" in text for text in refusals)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from tests.test_gpu_day_launch import check_figures, measure
 
 @pytest.mark.timeout(600)
 def test_all_steps_run_on_an_accelerator(package, tmp_path):
-    steps = [
-        name for name in make_steps() if name != "two_ranks"
-    ]  # Accelerate allows gloo on CUDA only
+    # Accelerate allows gloo on CUDA only.
+    steps = [name for name in make_steps() if name != "two_ranks"]
     environment = {"PYTHONPATH": str(package), "EMU_DEVICES": "1", "TORCHDYNAMO_DISABLE": "1"}
     found = measure(tmp_path, "--steps", *steps, **environment)
     check_figures(found)

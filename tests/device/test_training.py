@@ -1,4 +1,4 @@
-"""Runs on the device have the losses and exports of CPU ranks, also after they were killed, stopped or moved."""
+"""Runs on the device have the losses and exports of CPU ranks, also if killed, stopped or moved."""
 
 import shutil
 import signal
@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 
 from tests.device.runs import CASES, train
 
-# The device's kernels are the CPU's, but collectives may add in another order. AdamW divides by the gradient's own size, so if
-# a gradient is almost zero, its rounding error moves a weight by a fraction of the learning rate, 1e-2.
+# The device's kernels are the CPU's, but collectives may add in another order. AdamW divides by the
+# gradient's own size, so if a gradient is almost zero, its rounding error moves a weight by a
+# fraction of the learning rate, 1e-2.
 LOSS, WEIGHT = 1e-5, 1e-4
 LOSS_IN_BF16 = 2**-8  # the device has its own autocast rules
 
@@ -45,10 +46,9 @@ def test_a_killed_run_resumes_to_the_same_weights(runs, tmp_path, name):
     if CASES[name].fsdp:
         shutil.copytree(runs.get(name).output / "checkpoint-4", tmp_path / "checkpoint-4")
     else:
-        assert (
-            runs.ranks.run_to_signal(train, *runs.inputs.arguments(name, tmp_path), *options)
-            == [-signal.SIGKILL] * 2
-        )
+        arguments = runs.inputs.arguments(name, tmp_path)
+        statuses = runs.ranks.run_to_signal(train, *arguments, *options)
+        assert statuses == [-signal.SIGKILL] * 2
     assert not (tmp_path / "export").exists()
     assert runs.train(name, tmp_path, resume=True) == runs.get(name).losses
     ours, theirs = weights(tmp_path), weights(runs.get(name).output)
@@ -57,9 +57,8 @@ def test_a_killed_run_resumes_to_the_same_weights(runs, tmp_path, name):
 
 def test_sigterm_ends_the_run_with_a_checkpoint(runs, tmp_path):
     arguments = runs.inputs.arguments("full", tmp_path)
-    runs.ranks.run_to_signal(
-        train, *arguments, dict(CASES["full"].options), False, int(signal.SIGTERM)
-    )
+    options = (dict(CASES["full"].options), False, int(signal.SIGTERM))
+    runs.ranks.run_to_signal(train, *arguments, *options)
     assert (tmp_path / "checkpoint-5" / "manifest.json").exists()
     assert not (tmp_path / "export").exists()
     assert runs.train("full", tmp_path, resume=True) == runs.get("full").losses

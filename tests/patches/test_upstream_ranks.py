@@ -1,4 +1,7 @@
-"""Upstream as it is: the reproductions of docs/upstream.md fail without this package, and nothing trains if it moves on."""
+"""Upstream as it is: the reproductions of docs/upstream.md fail without this package.
+
+And if upstream moves on, nothing trains with weights that were not loaded.
+"""
 
 import os
 import runpy
@@ -17,7 +20,7 @@ BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 20
 
 
 def _reproduce(name):
-    """Run a reproduction. Those that need FSDP get it on CPU ranks, with nothing else of this package."""
+    """Run a reproduction. Those that need FSDP get it on CPU ranks, and no more of this package."""
     from hf_fsdp_recipes import patches
 
     if name in ("fill_shards", "wrap_by_size"):
@@ -42,10 +45,8 @@ def _reproduce(name):
 )
 def test_the_reason_for_a_patch_or_a_workaround_still_exists(name, environment, error):
     num_ranks = 1 if name == "save_checkpoint" else 2
-    for _, text in run_ranks(
-        _reproduce, num_ranks, name, environment=environment, expect_failure=True
-    ):
-        assert error in text
+    errors = run_ranks(_reproduce, num_ranks, name, environment=environment, expect_failure=True)
+    assert all(error in text for _, text in errors)
 
 
 def _train_past_the_patch(model, data, output):
@@ -61,25 +62,21 @@ def _train_past_the_patch(model, data, output):
 def test_an_accelerate_that_shards_with_another_function_trains_nothing(
     tiny_model, text_file, tmp_path
 ):
-    arguments = (tiny_model(), text_file, tmp_path)
-    errors = run_ranks(
-        _train_past_the_patch,
-        2,
-        *arguments,
-        environment=fsdp_environment(FSDP2),
-        expect_failure=True,
-    )
+    arguments = (_train_past_the_patch, 2, tiny_model(), text_file, tmp_path)
+    environment = fsdp_environment(FSDP2)
+    errors = run_ranks(*arguments, environment=environment, expect_failure=True)
     # This package's own error or, from torch 2.13, FSDP's about parameters without memory.
-    assert all(
-        "not loaded yet" in text or "non-contiguous parameters" in text for _, text in errors
-    )
+    for _, text in errors:
+        assert "not loaded yet" in text or "non-contiguous parameters" in text
 
 
 def _prepare_in_order(order, model, output):
-    """Create a run's parts in an order, as the launcher of CPU ranks starts it; return how the model is trained."""
-    os.environ.pop(
-        "ACCELERATE_USE_CPU", None
-    )  # accelerate launch sets it for configs without FSDP only
+    """Create a run's parts in an order, as the launcher of CPU ranks starts it.
+
+    Return how the model is trained.
+    """
+    # `accelerate launch` sets it for configs without FSDP only.
+    os.environ.pop("ACCELERATE_USE_CPU", None)
     from accelerate import Accelerator
     from transformers import Trainer, TrainingArguments
 

@@ -1,6 +1,7 @@
-"""Breaks models, datasets, checkpoints and output directories in one way each, for the table of bad inputs.
+"""Breaks models, datasets, checkpoints and output directories, for the table of bad inputs.
 
-Every function takes the `Inputs` of a test and returns the changes to the recipe's settings.
+Every function breaks one thing. It takes the `Inputs` of a test and returns the changes to the
+recipe's settings.
 """
 
 import json
@@ -25,8 +26,13 @@ CHAT_ROWS = [
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a test passes to the functions of this module: an empty folder for broken copies, the run's output_dir, a function
-    that makes a tiny model, and one that returns the checkpoint of a full or LoRA run.
+    """What a test passes to the functions of this module.
+
+    Attributes:
+        folder: an empty folder for broken copies.
+        output: the run's output_dir.
+        model: makes a tiny model.
+        checkpoint: returns the checkpoint of a full or LoRA run.
     """
 
     folder: Path
@@ -50,18 +56,21 @@ def model(change: Change, **options: Any) -> Maker:
 def new_model(**changes: Any) -> Maker:
     """Train a new model with the config of a tiny model."""
     return lambda inputs: {
-        "model_name_or_path": None, "config_name": inputs.model("llama"), "tokenizer_name": inputs.model("llama"), **changes,
-    }  # fmt: skip
+        "model_name_or_path": None,
+        "config_name": inputs.model("llama"),
+        "tokenizer_name": inputs.model("llama"),
+        **changes,
+    }
 
 
 def config(**changes: Any) -> Change:
     """Change fields of config.json; None removes one."""
 
     def change(directory: Path) -> None:
-        fields = json.loads((directory / "config.json").read_text()) | changes
-        (directory / "config.json").write_text(
-            json.dumps({name: value for name, value in fields.items() if value is not None})
-        )
+        file = directory / "config.json"
+        fields = json.loads(file.read_text()) | changes
+        kept = {name: value for name, value in fields.items() if value is not None}
+        file.write_text(json.dumps(kept))
 
     return change
 
@@ -110,12 +119,13 @@ def rows(content: list[Any] | str | bytes, name: str = "rows.jsonl", **changes: 
     """Write a dataset: rows as JSON lines, or a file's exact content."""
 
     def make(inputs: Inputs) -> Changes:
-        text = (
-            content
-            if isinstance(content, str | bytes)
-            else "".join(json.dumps(row) + "\n" for row in content)
-        )
-        (inputs.folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+        if isinstance(content, bytes):
+            data = content
+        elif isinstance(content, str):
+            data = content.encode()
+        else:
+            data = "".join(json.dumps(row) + "\n" for row in content).encode()
+        (inputs.folder / name).write_bytes(data)
         return {"dataset_name": inputs.folder / name} | changes
 
     return make
@@ -127,7 +137,7 @@ def chat_rows(change: Change, **changes: Any) -> Maker:
 
 
 def output(change: Change, name: str = "") -> Maker:
-    """Change the path of the output directory, which does not exist yet, or that of a directory in it."""
+    """Change the path of the output directory, which does not exist yet, or of one in it."""
 
     def make(inputs: Inputs) -> Changes:
         inputs.output.parent.mkdir(exist_ok=True)

@@ -1,7 +1,8 @@
 """Runs a function on several gloo ranks quickly, with a timeout and every rank's traceback.
 
-A fork server imports torch, transformers and TRL once; each rank is a fork of that server. Accelerate's own code
-gives a rank the environment that `accelerate launch` would set for a config file.
+A fork server imports torch, transformers and TRL once; each rank is a fork of that server.
+Accelerate's own code gives a rank the environment that `accelerate launch` would set for a config
+file.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,10 @@ def fsdp_environment(
 
 
 def template_environment(template: Path, *options: str) -> dict[str, str]:
-    """Return the variables that `accelerate launch --config_file template` sets for the ranks, from Accelerate itself."""
+    """Return the variables that `accelerate launch --config_file template` sets for the ranks.
+
+    They come from Accelerate itself.
+    """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
@@ -83,12 +88,15 @@ def template_environment(template: Path, *options: str) -> dict[str, str]:
 
 @functools.cache
 def _stack_directory() -> tempfile.TemporaryDirectory[str]:
-    """Return the directory for the stacks of hanging ranks. Created on first use, because the ranks import this module too."""
+    """Return the directory for the stacks of hanging ranks.
+
+    It is created on first use, because the ranks import this module too.
+    """
     return tempfile.TemporaryDirectory()
 
 
 def free_port() -> int:
-    """Return a port below the range from which the system takes the ports of outgoing connections."""
+    """Return a port below the range of the system's ports for outgoing connections."""
     while True:
         with contextlib.suppress(OSError), socket.socket() as server:
             server.bind(("127.0.0.1", random.SystemRandom().randint(20_000, 32_000)))
@@ -101,9 +109,14 @@ def start_ranks(
     *arguments: Any,
     environment: dict[str, str] | None = None,
 ) -> tuple[list[Any], Any]:
-    """Start `function(*arguments)` on every rank; return the processes and their queue, which must outlive them."""
+    """Start `function(*arguments)` on every rank.
+
+    Return the processes and their queue, which must outlive them.
+    """
     results = context.Queue()
     port = free_port()
+    # As `accelerate launch` sets it on CPUs.
+    num_threads = max(1, (os.cpu_count() or 1) // world_size)
     processes = []
     for rank in range(world_size):
         variables = {
@@ -113,9 +126,7 @@ def start_ranks(
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": str(
-                max(1, (os.cpu_count() or 1) // world_size)
-            ),  # as accelerate launch does on CPUs
+            "OMP_NUM_THREADS": str(num_threads),
             **(environment or {}),
         }
         inputs = (function, arguments, rank, variables, results, _stack_directory().name)
@@ -158,16 +169,11 @@ def run_ranks(
                 process.kill()
                 process.join()
     wanted = "error" if expect_failure else "result"
-    if set(outcomes) == set(range(world_size)) and all(
-        kind == wanted for kind, _ in outcomes.values()
-    ):
-        return [
-            outcomes[rank][1][:2] if expect_failure else outcomes[rank][1]
-            for rank in range(world_size)
-        ]
-    pytest.fail(
-        "\n".join(_account(rank, processes[rank], outcomes.get(rank)) for rank in range(world_size))
-    )
+    if [kind for kind, _ in outcomes.values()] == [wanted] * world_size:
+        values = [outcomes[rank][1] for rank in range(world_size)]
+        return [value[:2] for value in values] if expect_failure else values
+    accounts = [_account(rank, processes[rank], outcomes.get(rank)) for rank in range(world_size)]
+    pytest.fail("\n".join(accounts))
 
 
 def printed_by(function: Callable[..., Any], *arguments: Any) -> str:
@@ -181,7 +187,8 @@ def _account(rank: int, process: Any, outcome: tuple[str, Any] | None) -> str:
     if outcome is None:
         file = Path(_stack_directory().name, str(process.pid))
         where = file.read_text() if file.exists() else ""
-        return f"--- rank {rank}: no report (exit code {process.exitcode}; killed at the timeout if -9)\n{where}"
+        how = f"exit code {process.exitcode}; killed at the timeout if -9"
+        return f"--- rank {rank}: no report ({how})\n{where}"
     kind, value = outcome
     return f"--- rank {rank}: {kind}\n{value[2] if kind == 'error' else value}"
 
@@ -196,13 +203,17 @@ def _run(
 ) -> None:
     os.environ.update(variables)
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
-    torch.set_num_threads(
-        int(os.environ["OMP_NUM_THREADS"])
-    )  # the fork server has imported torch without the variable
-    stack_file = Path(stack_directory, str(os.getpid())).open("w")  # noqa: SIM115, open until the process ends
+    unclosed = _make_warnings_errors()
+    # The fork server has imported torch without the variable.
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    # Open until the process ends.
+    stack_file = Path(stack_directory, str(os.getpid())).open("w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stack_file)  # for a rank that outlasts the timeout
     try:
-        results.put((rank, "result", function(*arguments)))
+        result = function(*arguments)
+        if unclosed:
+            raise unclosed[0]
+        results.put((rank, "result", result))
     except BaseException as error:
         results.put((rank, "error", (type(error).__name__, str(error), traceback.format_exc())))
     finally:
@@ -212,11 +223,25 @@ def _run(
         os._exit(0)  # a rank that failed alone must not wait for the others in a destructor
 
 
+def _make_warnings_errors() -> list[ResourceWarning]:
+    """Turn warnings that blame this package into errors; pytest's filters do not reach the ranks.
+
+    Return a list that collects the errors that Python cannot raise, because a finalizer warned.
+    """
+    unclosed = []
+
+    def report(unraisable: Any) -> None:
+        sys.__unraisablehook__(unraisable)
+        if isinstance(unraisable.exc_value, ResourceWarning):
+            unclosed.append(unraisable.exc_value)
+
+    warnings.filterwarnings("error", module="hf_fsdp_recipes")
+    sys.unraisablehook = report
+    return unclosed
+
+
 def read_losses(output_dir: Path) -> list[float]:
     from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 
-    return [
-        entry["loss"]
-        for entry in read_metrics(Path(output_dir) / "metrics.jsonl")
-        if "loss" in entry
-    ]
+    entries = read_metrics(Path(output_dir) / "metrics.jsonl")
+    return [entry["loss"] for entry in entries if "loss" in entry]

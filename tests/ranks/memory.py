@@ -6,7 +6,10 @@ from hf_fsdp_recipes.metrics.memory import host_bytes
 
 
 class PeakMemory:
-    """Measures the seconds of a block; in a thread, samples the anonymous memory of this process every millisecond."""
+    """Measures the seconds and the memory of a block.
+
+    A thread samples the anonymous memory of this process every millisecond.
+    """
 
     def __init__(self) -> None:
         import threading

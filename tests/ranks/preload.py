@@ -1,4 +1,4 @@
-"""Imports for the fork server, so that the tests' ranks need not import these modules themselves."""
+"""Imports for the fork server, so that the tests' ranks need not import these modules."""
 
 import gc
 import importlib
@@ -25,8 +25,8 @@ import hf_fsdp_recipes
 for module in pkgutil.walk_packages(hf_fsdp_recipes.__path__, "hf_fsdp_recipes."):
     if not module.name.startswith("hf_fsdp_recipes.tools"):  # no rank imports these
         importlib.import_module(module.name)
-get_checkpoint_conversion_mapping(
-    "llama"
-)  # transformers builds and keeps the mappings of all models
+# transformers builds and keeps the mappings of all models.
+get_checkpoint_conversion_mapping("llama")
 gc.collect()
-gc.freeze()  # otherwise every rank's garbage collection would walk these objects and copy their pages
+# Otherwise every rank's garbage collection would walk these objects and copy their pages.
+gc.freeze()

@@ -24,7 +24,7 @@ MAX_CHARACTERS = 700
 
 @dataclass(frozen=True)
 class Refusal:
-    """How one rank ended: its exit status, the seconds of a core that it used, and its stdout and stderr."""
+    """How one rank ended: its exit status, the seconds of a core it used, its stdout and stderr."""
 
     status: Any
     seconds: float
@@ -32,18 +32,21 @@ class Refusal:
 
 
 def run_captured(argv: Sequence[Any], folder: Path) -> tuple[Any, float]:
-    """Run recipes/sft.py as one rank, with its output in `folder`/rank<n>.txt; return its status and seconds."""
+    """Run recipes/sft.py as one rank, with its output in `folder`/rank<n>.txt.
+
+    Return its status and seconds.
+    """
     from hf_fsdp_recipes import distributed
 
     distributed.EXIT_SECONDS = 0  # there is no launcher to wait for
     os.chdir(folder)
-    descriptor = os.open(
-        folder / f"rank{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    )
+    file = folder / f"rank{os.environ['RANK']}.txt"
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     respect_permissions()
-    started, status = time.process_time(), 0
+    status: Any = 0
+    started = time.process_time()
     try:
         run_recipe(argv)
     except SystemExit as error:
@@ -78,21 +81,25 @@ def run(argv: Sequence[Any], folder: Path, environment: dict[str, str]) -> list[
 
 
 def find_faults(refusals: Sequence[Refusal], says: str) -> list[str]:
-    """Return what is wrong with how the ranks refused an input; `says` is a pattern for the message, in any case."""
-    if all(one.status == 0 for one in refusals):
+    """Return what is wrong with how the ranks refused an input.
+
+    `says` is a pattern for the message, in any case.
+    """
+    if all(rank.status == 0 for rank in refusals):
         return ["the run succeeded"]
-    # A rank that another one left first lost its connection. Its launcher would have ended it before it could say so.
-    present = [one for one in refusals if not LOST.search(one.output)]
-    faults = [f"a rank ended with status {one.status}" for one in present if one.status != 1]
-    if any(LOSS.search(one.output) for one in refusals):
+    # A rank that another one left first lost its connection. Its launcher would have ended it
+    # before it could say so.
+    present = [rank for rank in refusals if not LOST.search(rank.output)]
+    faults = [f"a rank ended with status {rank.status}" for rank in present if rank.status != 1]
+    if any(LOSS.search(rank.output) for rank in refusals):
         faults.append("trained before it failed")
-    faults += [f"took {one.seconds:.0f} s" for one in present if one.seconds > LIMIT_SECONDS]
-    lines = [ERROR_LINE.findall(one.output) for one in present]
+    faults += [f"took {rank.seconds:.0f} s" for rank in present if rank.seconds > LIMIT_SECONDS]
+    lines = [ERROR_LINE.findall(rank.output) for rank in present]
     if not lines or any(len(found) != 1 or found != lines[0] for found in lines):
         return [*faults, f"the ranks' messages: {lines}"]
     message = lines[0][0]
     if not re.search(says, message, re.IGNORECASE):
         faults.append(f"does not say {says!r}: {message}")
-    return faults + (
-        [f"has {len(message)} characters: {message}"] if len(message) > MAX_CHARACTERS else []
-    )
+    if len(message) > MAX_CHARACTERS:
+        faults.append(f"has {len(message)} characters: {message}")
+    return faults

@@ -1,4 +1,7 @@
-"""Functions that the tests run on ranks: a few real SFTTrainer steps, with stock loading or with this package."""
+"""Functions that the tests run on ranks: a few real SFTTrainer steps.
+
+The model is loaded with stock loading or with this package.
+"""
 
 import hashlib
 import os
@@ -52,25 +55,17 @@ def build(
         "dataloader_pin_memory": False,
     }
     args = SFTConfig(output_dir=output_dir, **(defaults | sft_arguments))
+    load_options = {"dtype": dtype} | quantized(quantization) | (load_arguments or {})
     if loader == "stock":
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, **quantized(quantization), **(load_arguments or {})
-        )
+        model = AutoModelForCausalLM.from_pretrained(model_dir, **load_options)
     else:
-        model = load_model(
-            model_dir,
-            dtype=dtype,
-            source=loader,
-            **quantized(quantization),
-            **(load_arguments or {}),
-        )
+        model = load_model(model_dir, source=loader, **load_options)
     if prepare:
         prepare(model)
-    cache = (
-        Path(tempfile.gettempdir()) / f"hf-fsdp-tests-{os.getuid()}" / f"rank-{os.environ['RANK']}"
-    )
-    eval_rows = None
+    caches = Path(tempfile.gettempdir(), f"hf-fsdp-tests-{os.getuid()}")
+    cache = caches / f"rank-{os.environ['RANK']}"
     rows = load_dataset("json", data_files=str(data_file), cache_dir=str(cache))
+    eval_rows = None
     if args.eval_strategy != "no":
         eval_rows = rows["train"].select(range(8))
     return SFTTrainer(

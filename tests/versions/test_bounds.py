@@ -1,4 +1,4 @@
-"""What setup.cfg allows and what the patches name are the versions that `make test-versions` tests."""
+"""setup.cfg allows, and the patches name, the versions that `make test-versions` tests."""
 
 import configparser
 
@@ -16,9 +16,7 @@ def read_versions(name):
     """Return the versions of a list by package, without the last number."""
     lines = (ROOT / "tests" / "versions" / f"{name}.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
-    return {
-        package: "{0.major}.{0.minor}".format(Version(version)) for package, version in pins.items()
-    }
+    return {name: "{0.major}.{0.minor}".format(Version(pin)) for name, pin in pins.items()}
 
 
 def test_the_lowest_versions_are_the_bounds_of_setup_cfg():
@@ -28,23 +26,21 @@ def test_the_lowest_versions_are_the_bounds_of_setup_cfg():
         *config["options"]["install_requires"].splitlines(),
         config["options.extras_require"]["qlora"],
     ]
-    needed = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    bounds = {one.name: str(one.specifier).removeprefix(">=") for one in needed if one.specifier}
+    needs = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    bounds = {need.name: str(need.specifier).removeprefix(">=") for need in needs if need.specifier}
     assert bounds == read_versions("lowest")
 
 
 def test_all_lists_name_the_same_packages():
-    assert (
-        set(read_versions("lowest"))
-        == set(read_versions("middle"))
-        == set(read_versions("newest"))
-        >= set(PACKAGES)
-    )
+    names = set(read_versions("newest"))
+    assert names >= set(PACKAGES)
+    assert set(read_versions("middle")) == names
+    assert set(read_versions("lowest")) == names
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
 def test_patches_name_the_versions_tested(patch):
     package = patch.module.partition(".")[0]
-    assert (
-        patch.tested == f"{read_versions('lowest')[package]} to {read_versions('newest')[package]}"
-    )
+    lowest = read_versions("lowest")[package]
+    newest = read_versions("newest")[package]
+    assert patch.tested == f"{lowest} to {newest}"

@@ -1,6 +1,8 @@
 """Builds the emulated accelerator once per machine, which takes about a minute on one core.
 
-`PYTHONPATH=$(python -m tests.device.emulator.build) EMU_DEVICES=2 python ...` starts a process with two emulated devices.
+This starts a process with two emulated devices:
+
+    PYTHONPATH=$(python -m tests.device.emulator.build) EMU_DEVICES=2 python ...
 """
 
 import hashlib
@@ -28,9 +30,10 @@ class BuildError(RuntimeError):
 
 
 def build(cache: Path = CACHE) -> Path:
-    """Return the directory to put on PYTHONPATH; build the emulator if there is no build of these sources with this torch.
+    """Return the directory to put on PYTHONPATH.
 
-    Processes may call this at the same time: one builds, the others wait.
+    Builds the emulator if there is no build of these sources with this torch. Processes may call
+    this at the same time: one builds, the others wait.
 
     Raises:
         BuildError: there is no compiler, there are no headers, or the compiler fails.
@@ -61,9 +64,8 @@ def _fingerprint() -> str:
         if path.is_file() and "__pycache__" not in path.parts
     ]
     for file in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"), *package]):
-        digest.update(
-            f"{file.relative_to(SOURCES)} {file.stat().st_size} ".encode() + file.read_bytes()
-        )
+        digest.update(f"{file.relative_to(SOURCES)} {file.stat().st_size} ".encode())
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -72,7 +74,8 @@ def _find_compiler() -> str:
     compiler = shutil.which(name)
     if compiler is None:
         raise BuildError(
-            f"the emulated accelerator needs a C++ compiler, but there is no {name}. Install g++, or set CXX."
+            f"the emulated accelerator needs a C++ compiler, but there is no {name}. "
+            "Install g++, or set CXX."
         )
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.is_file():

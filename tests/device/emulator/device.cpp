@@ -1,6 +1,7 @@
-// An emulated accelerator: torch's PrivateUse1, on memory that is mapped twice. Tensors' addresses are in the mapping that the
-// host cannot access; the CPU's kernels use the second mapping. Environment: EMU_DEVICES, EMU_DEVICE_MIB, EMU_LAZY=0 (queued
-// work runs immediately), EMU_POISON=0 (fresh and freed memory keeps its values).
+// An emulated accelerator: torch's PrivateUse1, on memory that is mapped twice. Tensors' addresses
+// are in the mapping that the host cannot access; the CPU's kernels use the second mapping.
+// Environment: EMU_DEVICES, EMU_DEVICE_MIB, EMU_LAZY=0 (queued work runs immediately), EMU_POISON=0
+// (fresh and freed memory keeps its values).
 #include "device.h"
 #include <ATen/autocast_mode.h>
 #include <ATen/core/CachingHostAllocator.h>
@@ -137,7 +138,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::lock_guard<std::recursive_mutex> lock(G);
     if (!*e) *e = new Mark;
     int device = index(s.device());
-    enqueue(device, s.id(), [] {});  // reached at the first wait for it, or when a later kernel runs on this stream
+    // Reached at the first wait for it, or when a later kernel runs on this stream.
+    enqueue(device, s.id(), [] {});
     *(Mark*)*e = {device, s.id(), queues[{device, s.id()}].asked, seconds(), 0};
   }
   static bool reached(const Mark& m) { std::lock_guard<std::recursive_mutex> lock(G); return queues[{m.device, m.stream}].done >= m.at; }
@@ -218,8 +220,8 @@ struct Allocator final : c10::DeviceAllocator {
     blocks.erase(at);
     count(b.device, -int64_t(b.bytes));
     char* p = (char*)ctx;
-    // The memory is freed after the work that is queued on the block's own stream. That work runs now, so work on other
-    // streams comes too late, unless record_stream named these streams.
+    // The memory is freed after the work that is queued on the block's own stream. That work runs
+    // now, so work on other streams comes too late, unless record_stream named these streams.
     drain(b.device, b.stream);
     auto left = std::make_shared<int>(1);
     auto one_done = [left, p, b] { if (--*left == 0) release(p, b); };
@@ -303,7 +305,8 @@ static bool is_pinned(const void* p) {
   return p < at->first + at->second;
 }
 
-// ---------------------------------------------------------------- random numbers: (seed, offset), as on CUDA
+// ---------------------------------------------------------------- random numbers, as on CUDA
+// The state is (seed, offset).
 struct Generator final : c10::GeneratorImpl {
   uint64_t seed_ = 67280421310721, offset_ = 0;
   explicit Generator(DeviceIndex d) : c10::GeneratorImpl({P1, d}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
@@ -358,7 +361,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-// ---------------------------------------------------------------- kernels: the CPU's, on the memory itself
+// ---------------------------------------------------------------- kernels
+// They are the CPU's, on the memory itself.
 bool is_device(const at::Tensor& t) { return t.defined() && t.device().type() == P1; }
 static at::Tensor over(void* p, size_t bytes, const at::Tensor& like) {
   c10::Storage s(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(p, c10::Device(c10::DeviceType::CPU)), c10::GetCPUAllocator(), true);
@@ -517,7 +521,8 @@ static at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool n
     auto bytes = to.nbytes();
     char* source = up ? (char*)from.data_ptr() : to_host((char*)from.storage().data() + from.storage_offset() * from.itemsize());
     char* target = up ? to_host((char*)to.storage().data() + to.storage_offset() * to.itemsize()) : (char*)to.data_ptr();
-    c10::Storage held(up ? from.storage() : to.storage());  // on CUDA, torch's pinned allocator keeps it alive
+    // On CUDA, torch's pinned allocator keeps it alive.
+    c10::Storage held(up ? from.storage() : to.storage());
     if (!up && POISON && LAZY) memset(target, 0xFF, bytes);
     enqueue(device, stream, [=] { (void)held; memcpy(target, source, bytes); });
     return to;
@@ -560,7 +565,9 @@ static at::Tensor& set_nothing(at::Tensor& t) {
 }
 static void record_stream(at::Tensor& t, at::Stream s) { allocator.recordStream(t.storage().data_ptr(), s); }
 
-static at::Tensor histc(const at::Tensor& t, int64_t bins, const at::Scalar& low, const at::Scalar& high) {  // of integers, as on CUDA
+// Of integers, as on CUDA.
+static at::Tensor histc(
+    const at::Tensor& t, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
   drain_current(t.device().index());
   auto found = at::histc(mem(t).to(at::kDouble), bins, low, high).to(t.scalar_type());
   auto out = at::empty(found.sizes(), t.options());
@@ -601,7 +608,7 @@ PYBIND11_MODULE(_C, m) {
   at::setHostAllocator(emu::P1, &emu::pinned_allocator);
   m.def("default_generator", [](int d) { return emu::generators()[d]; });
   m.def("watch", [](py::object f) { delete emu::hook; emu::hook = f.is_none() ? nullptr : new py::object(f); emu::watching = emu::hook != nullptr; });
-  // `tensor.data = other` across devices, which torch allows only for the devices that it knows by name.
+  // `tensor.data = other` across devices, which torch allows only for devices it knows by name.
   m.def("set_data", [](const at::Tensor& t, const at::Tensor& other) {
     if (auto* meta = torch::autograd::impl::get_autograd_meta(t)) meta->grad_accumulator_.reset();
     t.unsafeGetTensorImpl()->shallow_copy_from(other.getIntrusivePtr());

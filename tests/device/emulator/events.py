@@ -1,4 +1,6 @@
-"""Reads the requests of ranks to the emulated device, which `Ranks.run(..., watch=FOLDER)` in tests/device/ranks.py records.
+"""Reads the requests of ranks to the emulated device.
+
+`Ranks.run(..., watch=FOLDER)` in tests/device/ranks.py records them.
 
     python -m tests.device.emulator.events FOLDER [KIND ...]
 
@@ -12,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# Kinds of events: copies from the device, copies to the device, and waits of the host for the device.
+# Kinds of events: copies from the device, copies to the device, and waits of the host for it.
 TO_HOST = ("d2h_async", "d2h_sync", "d2h_nonblocking_pageable")
 TO_DEVICE = ("h2d_async", "h2d_sync", "h2d_nonblocking_pageable")
 WAITS = (
@@ -30,16 +32,16 @@ class Event:
     """One request to the device that copies data or makes the host wait.
 
     Attributes:
-        kind: one of TO_HOST, TO_DEVICE or WAITS, `peer_copy`, `h2d_index`, or `op:` and an operator whose output size depends on
-            data.
+        kind: one of TO_HOST, TO_DEVICE or WAITS, `peer_copy`, `h2d_index`, or `op:` and an operator
+            whose output size depends on data.
         num_bytes: size of the copy; 0 for other events.
         is_pinned: whether the host memory of a copy is pinned.
         stream: 0 is the default stream; -1 means all of them.
         device: index; -1 if the request names none.
         thread: name of the Python thread.
-        caller: the innermost frame, as `module:function:line`. `project` and `upstream` have the same format.
-        project: frames of this project, innermost first.
-        upstream: frames of libraries other than torch, innermost first.
+        caller: the innermost frame, as `module:function:line`.
+        project: frames of this project, innermost first, in the same format.
+        upstream: frames of libraries other than torch, innermost first, in the same format.
         phase: the phase that the last `torch_npu.watch.mark` named.
         rank: global rank.
     """
@@ -84,19 +86,20 @@ def total_bytes(events: Iterable[Event]) -> int:
 
 
 def describe(events: list[Event]) -> str:
-    """Return a table: number of events and bytes by rank, kind, memory, stream, thread and caller."""
+    """Return a table: number of events and bytes by rank, kind, memory, stream, thread, caller."""
     calls: Counter[tuple[object, ...]] = Counter()
     sizes: Counter[tuple[object, ...]] = Counter()
     for event in events:
-        memory = "pinned" if event.is_pinned else "pageable"
         key = (
             f"rank {event.rank}",
             f"device {event.device}",
             event.kind,
-            memory,
+            "pinned" if event.is_pinned else "pageable",
             f"stream {event.stream}",
+            event.thread,
+            event.phase,
+            event.asked_by,
         )
-        key = (*key, event.thread, event.phase, event.asked_by)
         calls[key] += 1
         sizes[key] += event.num_bytes
     return "\n".join(
@@ -107,6 +110,5 @@ def describe(events: list[Event]) -> str:
 
 if __name__ == "__main__":
     folder, *kinds = sys.argv[1:]
-    print(
-        describe([event for event in read_events(Path(folder)) if not kinds or event.kind in kinds])
-    )
+    events = read_events(Path(folder))
+    print(describe([event for event in events if not kinds or event.kind in kinds]))

@@ -118,8 +118,8 @@ class Rules {
 
  private:
   inline static const std::string FIRST =
-      "the first operation of a group must be one in which all its ranks take part, because NCCL creates the "
-      "communicator in it: ";
+      "the first operation of a group must be one in which all its ranks take part, because NCCL "
+      "creates the communicator in it: ";
   c10::intrusive_ptr<c10d::Store> store_, job_;  // `job_` is the same for all groups
   int rank_, size_;
   std::chrono::seconds limit_;

@@ -1,4 +1,6 @@
-"""FSDP2 fails in the backward pass of an accumulated micro-batch if a unit was never called and gradients are reduced in float32.
+"""FSDP2 fails in the backward pass of an accumulated micro-batch if a unit was never called.
+
+It does so where gradients are reduced in float32.
 
 torchrun --nproc_per_node 2 accumulate.py
 """

@@ -1,4 +1,6 @@
-"""Accelerate ignores an FSDP config on CPU ranks: the ranks train as plain data parallel, without a warning.
+"""Accelerate ignores an FSDP config on CPU ranks: they train as plain data parallel.
+
+There is no warning.
 
 accelerate launch --use_cpu --num_processes 2 --use_fsdp --fsdp_version 2 cpu_ranks.py
 """
@@ -6,6 +8,5 @@ accelerate launch --use_cpu --num_processes 2 --use_fsdp --fsdp_version 2 cpu_ra
 from accelerate import Accelerator
 
 accelerator = Accelerator()
-assert accelerator.distributed_type == "FSDP", (
-    f"an FSDP config trains as {accelerator.distributed_type}"
-)
+trained_as = accelerator.distributed_type
+assert trained_as == "FSDP", f"an FSDP config trains as {trained_as}"

@@ -1,6 +1,7 @@
-"""A model on meta stays without weights when Accelerate has sharded it: there is no hook to load the shards.
+"""A model on meta stays without weights when Accelerate has sharded it.
 
-The only way is `fsdp_cpu_ram_efficient_loading`, for which rank 0 holds the full model in host memory.
+There is no hook to load the shards. The only way is `fsdp_cpu_ram_efficient_loading`, for which
+rank 0 holds the full model in host memory.
 
 accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \
   --fsdp_cpu_ram_efficient_loading false fill_shards.py

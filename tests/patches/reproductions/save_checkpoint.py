@@ -1,6 +1,7 @@
-"""A save that is interrupted leaves a checkpoint that `resume_from_checkpoint=True` chooses and cannot load.
+"""A save that is interrupted leaves a checkpoint that cannot be loaded.
 
-No callback can prevent that: Trainer writes to the final name, and calls `on_save` after the checkpoint is written.
+`resume_from_checkpoint=True` chooses it all the same. No callback can prevent that: Trainer writes
+to the final name, and calls `on_save` after the checkpoint is written.
 
 python save_checkpoint.py
 """

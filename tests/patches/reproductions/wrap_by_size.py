@@ -1,6 +1,9 @@
-"""SIZE_BASED_WRAP with fsdp_version 2 wraps the module list of the layers, which has no forward, and fails.
+"""SIZE_BASED_WRAP with fsdp_version 2 wraps the module list of the layers and fails.
 
-accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy SIZE_BASED_WRAP --fsdp_min_num_params 2000 wrap_by_size.py
+The list has no forward.
+
+accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy SIZE_BASED_WRAP \
+  --fsdp_min_num_params 2000 wrap_by_size.py
 """
 
 import torch

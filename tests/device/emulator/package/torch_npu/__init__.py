@@ -2,9 +2,10 @@
 
 torch imports this package by itself (entry point `torch.backends`) if it is on PYTHONPATH.
 
-If the host reads or writes device memory, that is a segmentation fault. The CPU's kernels work on a second mapping of the same
-memory. Queued work (non-blocking copies between pinned memory and the device, waits for events) runs as late as possible, and
-fresh and freed memory is NaN, so a missing wait shows in every run.
+If the host reads or writes device memory, that is a segmentation fault. The CPU's kernels work on a
+second mapping of the same memory. Queued work (non-blocking copies between pinned memory and the
+device, waits for events) runs as late as possible, and fresh and freed memory is NaN, so a missing
+wait shows in every run.
 """
 
 import os
@@ -50,8 +51,9 @@ def _register() -> None:
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Assign `.data` across devices, which torch allows only for the devices that it knows by name."""
-    if tensor.device.type != value.device.type and "npu" in (tensor.device.type, value.device.type):
+    """Assign `.data` across devices, which torch allows only for devices that it knows by name."""
+    types = (tensor.device.type, value.device.type)
+    if types[0] != types[1] and "npu" in types:
         _C.set_data(tensor, value)
     else:
         _data.__set__(tensor, value)
@@ -64,7 +66,10 @@ def _make_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
 
 
 def _offload_as_with_nccl(dist: Any) -> None:
-    """Add gloo for host tensors if parameters are offloaded; Accelerate does so with nccl and xccl only."""
+    """Add gloo for host tensors if parameters are offloaded.
+
+    Accelerate does so with nccl and xccl only.
+    """
     start = dist.init_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +84,7 @@ def _offload_as_with_nccl(dist: Any) -> None:
 
 
 def npu_fusion_attention(*_: Any, **__: Any) -> None:
-    """Refuse: transformers imports this function if torch_npu is installed, but no test calls it."""
+    """Refuse: transformers imports this if torch_npu is installed, but no test calls it."""
     raise NotImplementedError("the emulated accelerator has no fused kernels")
 
 

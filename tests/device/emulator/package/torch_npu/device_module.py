@@ -1,4 +1,7 @@
-"""The module `torch.npu`: the functions that `torch.cuda` has and that Accelerate, transformers and TRL call."""
+"""The module `torch.npu`: those functions of `torch.cuda` that our upstream packages call.
+
+These are Accelerate, transformers and TRL.
+"""
 
 import os
 import types
@@ -18,7 +21,7 @@ amp = types.ModuleType("torch.npu.amp")
 
 
 def index_of(device: Device = None) -> int:
-    """Return a device's index; None, and `npu` without an index, mean the thread's current device."""
+    """Return a device's index; None and a bare `npu` mean the thread's current device."""
     index = device if isinstance(device, int) or device is None else torch.device(device).index
     return torch._C._accelerator_getDeviceIndex() if index is None or index < 0 else index
 
@@ -36,7 +39,7 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """Returns a plain `torch.Event` when called, because `torch.Event.elapsed_time` accepts no subclass."""
+    """Makes a plain `torch.Event`, because `torch.Event.elapsed_time` accepts no subclass."""
 
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -91,9 +94,7 @@ def get_rng_state(device: Device = "npu") -> torch.Tensor:
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = "npu") -> None:
-    _C.default_generator(index_of(device)).set_state(
-        new_state.cpu() if new_state.device.type != "cpu" else new_state
-    )
+    _C.default_generator(index_of(device)).set_state(new_state.cpu())
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
@@ -122,6 +123,10 @@ RANDOM = {
     "manual_seed": manual_seed,
     "manual_seed_all": manual_seed_all,
 }
+
+
+def _reset_peak(device: Device = None) -> None:
+    torch.accelerator.reset_peak_memory_stats(index_of(device))
 
 
 def _memory(name: str) -> Any:
@@ -169,12 +174,8 @@ def fill() -> None:
         "max_memory_allocated": _memory("allocated_bytes.all.peak"),
         "memory_reserved": _memory("reserved_bytes.all.current"),
         "max_memory_reserved": _memory("reserved_bytes.all.peak"),
-        "reset_peak_memory_stats": lambda device=None: torch.accelerator.reset_peak_memory_stats(
-            index_of(device)
-        ),
-        "reset_max_memory_allocated": lambda device=None: torch.accelerator.reset_peak_memory_stats(
-            index_of(device)
-        ),
+        "reset_peak_memory_stats": _reset_peak,
+        "reset_max_memory_allocated": _reset_peak,
         "mem_get_info": lambda device=None: _C.memory_info(index_of(device)),
     }
     seeds = {

@@ -1,6 +1,6 @@
-"""Writes the requests of a process to the device, and which code makes them, to one JSON Lines file per process.
+"""Writes the requests of a process to the device, and which code makes them.
 
-`tests.device.emulator.events` reads the files.
+Each process has a JSON Lines file, which `tests.device.emulator.events` reads.
 """
 
 import json
@@ -21,12 +21,14 @@ _lock = threading.Lock()
 
 
 def start(folder: str | Path) -> None:
-    """Record everything from now on, in a new file in `folder`. Call it in the process that uses the device."""
+    """Record everything from now on, in a new file in `folder`.
+
+    Call it in the process that uses the device.
+    """
     global _file
     Path(folder).mkdir(parents=True, exist_ok=True)
-    _file = (Path(folder) / f"rank{os.environ.get('RANK', '0')}.{os.getpid()}.jsonl").open(
-        "w", buffering=1
-    )
+    name = f"rank{os.environ.get('RANK', '0')}.{os.getpid()}.jsonl"
+    _file = Path(folder, name).open("w", buffering=1)  # noqa: SIM115, open until the process ends
     _C.watch(_record)
 
 
@@ -59,7 +61,7 @@ def _write(row: dict[str, Any]) -> None:
 
 
 def _callers(frame: FrameType | None) -> tuple[str, list[str], list[str]]:
-    """Return the innermost frame, this project's frames and other libraries' frames, innermost first."""
+    """Return the innermost frame, this project's frames and other libraries', innermost first."""
     caller, project, upstream = "", [], []
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
