@@ -26,10 +26,10 @@ def _save(run, step, published):
     written = run.workspace / f"checkpoint-{step}"
     (written / "part").mkdir(parents=True)
     (written / "part" / "data").write_bytes(os.urandom(10))
-    facts = {"part/data": read_facts(written / "part" / "data")}
-    run.publish(written, run.output_dir / written.name, {"step": step, "files": facts})
+    files = {"part/data": read_facts(written / "part" / "data")}
+    run.publish(written, run.output_dir / written.name, {"step": step}, files)
     published[0] = step
-    run.prune(run.output_dir, 1, set())
+    run.prune(run.output_dir, 1, None)
 
 
 def _save_until_killed(output, event_of_kill, published):
