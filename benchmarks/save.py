@@ -138,7 +138,7 @@ def save_in_background(trainer: Any, run: Any, writer: Any, is_busy: bool) -> tu
 
     started = time.perf_counter()
     written = run.workspace / "checkpoint-1"
-    save = Save(written, run.output_dir / "checkpoint-1", {"step": 1}, None, set())
+    save = Save(written, run.output_dir / "checkpoint-1", {"step": 1}, None, None)
     with redirected(trainer, written.parent) as save.parts:
         save_as_trainer(trainer, written)
     writer.start(save, asynchronous=True)

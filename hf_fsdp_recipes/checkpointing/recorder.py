@@ -1,50 +1,60 @@
-"""Lets Trainer and Accelerate save as usual, but records the sharded state that torch DCP would otherwise write."""
+"""Lets Trainer and Accelerate save as usual, but records the sharded state meant for torch DCP."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch.distributed.checkpoint as dcp
+from transformers import Trainer
 
+from hf_fsdp_recipes.checkpointing.host_copy import State
 from hf_fsdp_recipes.errors import CheckpointError
-
-State = Mapping[str, Any]
 
 
 @contextlib.contextmanager
-def redirected(trainer: Any, directory: Path) -> Iterator[dict[str, State]]:
-    """Let Trainer save to another directory. The state that it passes to torch DCP is recorded and not written.
+def redirected(trainer: Trainer, directory: Path) -> Iterator[dict[str, State]]:
+    """Let Trainer save to another directory. What it passes to torch DCP is recorded, not written.
 
-    Yields a dict {folder: state dict} that is filled while Trainer saves. Its tensors share memory with the parameters, the
-    buffers and the optimizer. At the end, raises a CheckpointError if the state is sharded but Trainer has passed nothing to
-    torch DCP's `save`.
+    Yields a dict {folder: state dict} that is filled while Trainer saves. Its tensors share memory
+    with the parameters, the buffers and the optimizer. At the end, raises a CheckpointError if the
+    state is sharded but Trainer has passed nothing to torch DCP's `save`.
     """
     parts: dict[str, State] = {}
 
-    def record(state_dict: State, *, storage_writer: dcp.FileSystemWriter, **kwargs: Any) -> None:
+    def record(state_dict: State, *, storage_writer: dcp.FileSystemWriter, **_: object) -> None:
         parts[Path(storage_writer.checkpoint_id).name] = state_dict
 
     plugin = trainer.accelerator.state.fsdp_plugin
     is_sharded = plugin.state_dict_type.name == "SHARDED_STATE_DICT"
-    with contextlib.ExitStack() as stack:
-
-        def swap(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(mock.patch.object(owner, name, value))
-
-        swap(trainer, "_get_output_dir", lambda trial: str(directory))
-        swap(
-            trainer, "_push_from_checkpoint", lambda folder: None
-        )  # the push follows when the checkpoint is complete
-        swap(dcp, "save", record)
+    with (
+        swapped(trainer, "_get_output_dir", lambda trial: str(directory)),
+        # The push follows when the checkpoint is complete.
+        swapped(trainer, "_push_from_checkpoint", lambda folder: None),
+        swapped(dcp, "save", record),
+        contextlib.ExitStack() as stack,
+    ):
         if is_sharded:
-            swap(
-                plugin.state_dict_config, "offload_to_cpu", False
-            )  # otherwise this thread would copy the state now
+            # Otherwise this thread would copy the state now.
+            stack.enter_context(swapped(plugin.state_dict_config, "offload_to_cpu", False))
         yield parts
     if is_sharded and not parts:
         raise CheckpointError(
-            "Accelerate passed nothing to torch.distributed.checkpoint.save, so nothing can be saved in the background. "
-            "Install a tested version of accelerate, or remove ShardedCheckpointCallback."
+            "Accelerate passed nothing to torch.distributed.checkpoint.save, so nothing can be "
+            "saved in the background. Install a tested version of accelerate, or remove "
+            "ShardedCheckpointCallback."
         )
+
+
+@contextlib.contextmanager
+def swapped(owner: object, name: str, value: object) -> Iterator[None]:
+    """Give an attribute of an object or module another value, and at the end its former one."""
+    is_own = name in vars(owner)  # and not of its class, as methods are
+    former = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, former)
+        else:
+            delattr(owner, name)

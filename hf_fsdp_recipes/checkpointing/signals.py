@@ -3,7 +3,6 @@
 import ctypes
 import signal
 import threading
-from types import FrameType
 from typing import Any
 
 import torch
@@ -14,27 +13,31 @@ PR_SET_PDEATHSIG = 1  # prctl's number for this option, from linux/prctl.h
 
 
 class StepFlags:
-    """Exchanges two flags among the ranks: one for a signal, one for a failed save. All ranks learn of a flag in the same step.
+    """Exchanges two flags among the ranks: one for a signal, one for a failed save.
 
-    The exchange is one all-reduce of two integers in host memory. It starts before the optimizer step and runs during the step.
+    All ranks learn of a flag in the same step. The exchange is one all-reduce of two integers in
+    host memory. It starts before the optimizer step and runs during the step.
 
     Args:
-        group: a gloo group of all ranks that nothing else uses, or None if there is only one process.
-        listen: whether to install handlers for STOP_SIGNALS, and to ask the kernel for SIGTERM if the launcher dies. This has
-            an effect only in the main thread, because Python allows handlers only there.
+        group: a gloo group of all ranks that nothing else uses, or None if there is only one
+            process.
+        listen: whether to install handlers for STOP_SIGNALS, and to ask the kernel for SIGTERM if
+            the launcher dies. This has an effect only in the main thread, because Python allows
+            handlers only there.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, listen: bool) -> None:
-        self._group, self._signal = group, 0
-        self._flags, self._work = torch.zeros(2, dtype=torch.int32), None
+        self._group = group
+        self._signal = 0
+        self._flags = torch.zeros(2, dtype=torch.int32)
+        self._work: dist.Work | None = None
         self._previous: dict[signal.Signals, Any] = {}
         if listen and threading.current_thread() is threading.main_thread():
-            self._previous = {
-                number: signal.signal(number, self._record) for number in STOP_SIGNALS
-            }
+            for number in STOP_SIGNALS:
+                self._previous[number] = signal.signal(number, self._record)
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
-    def _record(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: object) -> None:
         self._signal = number
 
     def start(self, has_failed: bool) -> None:
@@ -42,11 +45,17 @@ class StepFlags:
         self._flags = torch.tensor([self._signal, has_failed], dtype=torch.int32)
         if self._group is not None:
             self._work = dist.all_reduce(
-                self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+                self._flags,
+                op=dist.ReduceOp.MAX,
+                group=self._group,
+                async_op=True,
             )
 
     def finish(self) -> tuple[int, bool]:
-        """Return the signal that any rank got, or 0 if none did, and whether any rank's save has failed. Collective."""
+        """Return the signal that any rank got, or 0, and whether any rank's save has failed.
+
+        Collective.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -55,5 +64,5 @@ class StepFlags:
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

@@ -1,6 +1,7 @@
 """Writes a copy of a run's sharded state to disk, in a thread, while training continues.
 
-Only one save is in flight at a time. The ranks agree on its outcome: either all ranks get the same error, or none gets one.
+Only one save is in flight at a time. The ranks agree on its outcome: either all ranks get the same
+error, or none gets one.
 """
 
 import logging
@@ -18,10 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch.utils.serialization import config
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.checkpointing.directory import RunDirectory
-from hf_fsdp_recipes.checkpointing.hashing import FileFacts, HashingWriter, read_facts
-from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, Originals, local_part
-from hf_fsdp_recipes.checkpointing.recorder import State
+from hf_fsdp_recipes.checkpointing.directory import FileFacts, RunDirectory
+from hf_fsdp_recipes.checkpointing.hashing import HashingWriter, read_facts
+from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, Originals, State, local_part
 from hf_fsdp_recipes.errors import CheckpointError, describe
 
 logger = logging.getLogger(__name__)
@@ -35,13 +35,15 @@ class Save:
     final: Path  # the checkpoint's final path
     facts: Mapping[str, object]  # entries of the manifest besides the files
     keep: int | None  # Trainer's save_total_limit
-    protected: set[str]  # paths of checkpoints that must not be deleted
+    best: str | None  # path of Trainer's best checkpoint, which must not be deleted
     error: Exception | None = None  # this rank's error while Trainer's own files were written
     parts: Mapping[str, State] = field(default_factory=dict)  # {folder: state dict}
 
 
 class Writer:
-    """Writes saves as checkpoints. Every rank creates a writer and calls its methods in the same order.
+    """Writes saves as checkpoints.
+
+    Every rank creates a writer and calls its methods in the same order.
 
     Args:
         directory: the run's output directory. Only rank 0 changes it.
@@ -49,7 +51,7 @@ class Writer:
     """
 
     def __init__(self, directory: RunDirectory, group: dist.ProcessGroup) -> None:
-        self._directory = directory
+        self.directory = directory
         self._group = group
         node = socket.gethostname()
         num_ranks_of_that_name = distributed.gather(node, group).count(node)
@@ -63,16 +65,19 @@ class Writer:
         """Start a save. When this returns, the state may change. Collective.
 
         With `asynchronous`, the ranks copy the state to host memory, and the copy is written in the
-        background. Otherwise, or if a rank cannot copy its state, all ranks wait until it is written.
+        background. Otherwise, or if a rank cannot copy its state, all ranks wait until it is
+        written.
         """
-        is_copied = asynchronous and self._copy(save)
+        is_copied = False
+        if asynchronous:
+            is_copied = self._copy_state(save)
         checked = self._threads.submit(check_finite, save.parts)
         self._written = self._threads.submit(self._write, save, checked)
         if not is_copied:
             wait([self._written])
 
-    def _copy(self, save: Save) -> bool:
-        """Put a copy of its state into a save. Return whether all ranks have done so. Collective."""
+    def _copy_state(self, save: Save) -> bool:
+        """Replace a save's state by a copy of it. Return whether all ranks have one. Collective."""
         try:
             if save.error is not None:
                 raise save.error  # there is nothing to copy; `_write` raises it on all ranks
@@ -80,43 +85,44 @@ class Writer:
             obstacle = self._host_copy.find_obstacle(originals)
         except Exception as error:
             obstacle = describe(error)
-        if self._is_refused(obstacle):
+        if self._has_obstacle(obstacle):
             return False
         try:
             save.parts = self._host_copy.take(originals)
         except Exception as error:  # the state itself can still be written
             obstacle = describe(error)
-        if self._is_refused(obstacle):
+        if self._has_obstacle(obstacle):
             self._host_copy.close()
             return False
         return True
 
-    def _is_refused(self, obstacle: str | None) -> bool:
-        """Return whether any rank has an obstacle, and name the first one. Collective."""
-        is_refused = torch.tensor([obstacle is not None], dtype=torch.int32)
-        dist.all_reduce(
-            is_refused, dist.ReduceOp.MAX, self._group
-        )  # one operation; `gather` takes two
-        if not is_refused:
+    def _has_obstacle(self, own: str | None) -> bool:
+        """Return whether any rank has an obstacle to a copy, and log the first one. Collective."""
+        # One operation, which is enough for almost all saves. `gather` takes two.
+        has_obstacle = torch.tensor([own is not None], dtype=torch.int32)
+        dist.all_reduce(has_obstacle, dist.ReduceOp.MAX, self._group)
+        if not has_obstacle:
             return False
-        first = next(filter(None, distributed.gather(obstacle, self._group)))
+        first = next(filter(None, distributed.gather(own, self._group)))
         if distributed.is_main():
-            logger.warning("training waits while this save is written, without a copy: %s", first)
+            logger.warning(
+                "training waits while this save is written, without a copy: %s",
+                first,
+            )
         return True
 
     @property
     def has_failed(self) -> bool:
-        """Whether a save has ended with an error that `wait` has not returned yet. Not a collective."""
-        return (
-            self._written is not None
-            and self._written.done()
-            and self._written.exception() is not None
-        )
+        """Whether a save has ended with an error that `wait` has not returned. Not a collective."""
+        if self._written is None or not self._written.done():
+            return False
+        return self._written.exception() is not None
 
     def wait(self) -> str | None:
-        """Wait for the save in flight. Return its error, or None if it succeeded or no save is in flight. Collective."""
-        written, self._written = self._written, None
-        error = None if written is None else written.exception()
+        """Wait for the save in flight. Return its error, or None if it succeeded. Collective."""
+        assert self._written is not None
+        error = self._written.exception()
+        self._written = None
         return None if error is None else describe(error)
 
     def close(self) -> None:
@@ -126,62 +132,60 @@ class Writer:
 
     def _write(self, save: Save, checked: Future[None]) -> None:
         try:
-            with distributed.agreed(self._group):
-                if save.error is not None:
-                    raise save.error
+            distributed.raise_agreed(save.error, self._group)
             files: dict[str, FileFacts] = {}
             for folder, state in save.parts.items():
                 files |= self._write_part(save.written / folder, state)
             with distributed.agreed(self._group):
                 checked.result()
                 files |= self._hash_small_files(save.written)
-            gathered = distributed.gather(files, self._group)
+            files_of_all_ranks: dict[str, FileFacts] = {}
+            for files_of_rank in distributed.gather(files, self._group):
+                files_of_all_ranks.update(sorted(files_of_rank.items()))
             with distributed.agreed(self._group):
                 if distributed.is_main():
-                    everything = {
-                        name: facts
-                        for of_rank in gathered
-                        for name, facts in sorted(of_rank.items())
-                    }
-                    self._directory.publish(
-                        save.written, save.final, {**save.facts, "files": everything}
-                    )
+                    self.directory.publish(save.written, save.final, save.facts, files_of_all_ranks)
         except Exception:
             wait([checked])  # it may still read the state
-            if (
-                distributed.is_main()
-            ):  # every rank has stopped writing, because the ranks agree on errors
+            # Every rank has stopped writing, because the ranks agree on errors.
+            if distributed.is_main():
                 shutil.rmtree(save.written, ignore_errors=True)
             raise
         if distributed.is_main():
-            self._directory.prune(save.final.parent, save.keep, save.protected)
+            self.directory.prune(save.final.parent, save.keep, save.best)
 
     def _write_part(self, folder: Path, state: State) -> dict[str, FileFacts]:
         """Write one part of the sharded state. Return size and hash of this rank's files."""
         writer = HashingWriter(folder)
-        planner = dcp.DefaultSavePlanner(
-            enable_plan_caching=True
-        )  # a rank sends its plan only when it changes
-        planner._cached_plans_key = (
-            folder.name
-        )  # otherwise, all folders would share one cached plan
+        # A rank sends its plan only when it changes.
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        # Otherwise, all folders would share one cached plan.
+        planner._cached_plans_key = folder.name
         try:
-            with config.patch("save.compute_crc32", False):  # the manifest's hashes replace the CRC
+            # The manifest's hashes replace the CRC. `patch` exists only at run time.
+            with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
                 dcp.save(
-                    dict(state), storage_writer=writer, planner=planner, process_group=self._group
+                    dict(state),
+                    storage_writer=writer,
+                    planner=planner,
+                    process_group=self._group,
                 )
-        except (
-            dcp.CheckpointException
-        ) as error:  # not a subclass of Exception; the same on every rank
-            first = next(iter(error.failures.values()), (error, None))[0]
+        except dcp.CheckpointException as error:
+            # This is not a subclass of Exception. It is the same on every rank.
+            first, _ = next(iter(error.failures.values()))
             raise CheckpointError(describe(first)) from error
         return {f"{folder.name}/{name}": facts for name, facts in writer.files.items()}
 
     def _hash_small_files(self, directory: Path) -> dict[str, FileFacts]:
-        """Flush and hash Trainer's files. Rank 0 hashes all files that it sees. Other ranks hash their own random state."""
-        own = f"rng_state_{distributed.rank()}.pth"
-        found = list(directory.iterdir()) if distributed.is_main() else [directory / own]
-        return {path.name: read_facts(path, sync=True) for path in found if path.is_file()}
+        """Flush Trainer's files to disk, and return their sizes and hashes.
+
+        Rank 0 hashes all files that it sees. Other ranks hash their own random state.
+        """
+        if distributed.is_main():
+            paths = list(directory.iterdir())
+        else:
+            paths = [directory / f"rng_state_{distributed.rank()}.pth"]
+        return {path.name: read_facts(path, sync=True) for path in paths if path.is_file()}
 
 
 def check_finite(parts: Mapping[str, State]) -> None:
@@ -190,13 +194,17 @@ def check_finite(parts: Mapping[str, State]) -> None:
         for name, value in state.get("model", {}).items():
             if isinstance(value, torch.Tensor) and not is_finite(local_part(value)):
                 raise CheckpointError(
-                    f"{name} contains NaN or infinity. Resume from an earlier checkpoint with other settings."
+                    f"{name} contains NaN or infinity. "
+                    "Resume from an earlier checkpoint with other settings."
                 )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has neither NaN nor infinity. Float8 tensors are not checked and count as finite."""
-    is_checked = tensor.numel() and tensor.is_floating_point() and tensor.itemsize > 1
-    return not is_checked or bool(
-        torch.stack(torch.aminmax(tensor)).isfinite().all()
-    )  # aminmax propagates NaN
+    """Return whether a tensor has neither NaN nor infinity.
+
+    Float8 tensors are not checked and count as finite.
+    """
+    if not tensor.numel() or not tensor.is_floating_point() or tensor.itemsize == 1:
+        return True
+    extremes = torch.stack(torch.aminmax(tensor))  # which are NaN if any element is
+    return bool(extremes.isfinite().all())

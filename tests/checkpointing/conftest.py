@@ -16,7 +16,7 @@ def fsdp():
 
 @pytest.fixture(scope="session")
 def run(fsdp):
-    """Return a function that calls `function` on ranks and returns each rank's result, or its error."""
+    """Return a function that calls `function` on ranks. It returns each rank's result or error."""
 
     def run_on_ranks(output, world_size=2, *, function=train, expect_failure=False, **options):
         call = functools.partial(function, output, **options)

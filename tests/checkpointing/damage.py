@@ -1,4 +1,7 @@
-"""Ways to damage a checkpoint: by accident, or with a pickle that runs code when it is loaded. Also used by benchmarks/soak.py."""
+"""Ways to damage a checkpoint: by accident, or with a pickle that runs code when it is loaded.
+
+Also used by benchmarks/soak.py.
+"""
 
 import functools
 import io
@@ -10,22 +13,18 @@ from collections import OrderedDict
 import torch
 
 ACCIDENTS = ("flip", "overwrite", "truncate", "extend", "replace", "delete")
-PART = (
-    "optimizer_0"  # holds tensors, and entries that torch DCP unpickles, such as the learning rate
-)
+# This folder holds tensors, and entries that torch DCP unpickles, such as the learning rate.
+PART = "optimizer_0"
 
 
 def damage(file, way, choose):
     """Damage a file at a random place, or replace it with another one of its directory."""
-    content, others = (
-        file.read_bytes(),
-        [path for path in file.parent.iterdir() if path.is_file() and path != file],
-    )
+    content = file.read_bytes()
+    others = [path for path in file.parent.iterdir() if path.is_file() and path != file]
     start = choose.randrange(len(content))
+    flipped = bytes([content[start] ^ 1 << choose.randrange(8)])
     damaged = {
-        "flip": content[:start]
-        + bytes([content[start] ^ 1 << choose.randrange(8)])
-        + content[start + 1 :],
+        "flip": content[:start] + flipped + content[start + 1 :],
         "overwrite": content[:start] + choose.randbytes(16) + content[start + 16 :],
         "truncate": content[:start],
         "extend": content + choose.randbytes(16),
@@ -48,12 +47,12 @@ class Reduced:
 
 
 def payload(canary):
-    """Return an object that creates the directory `canary` when it is unpickled without restrictions."""
+    """Return an object that creates the directory `canary` when unrestricted pickle reads it."""
     return Reduced(os.mkdir, (str(canary),))
 
 
 def forge(way, checkpoint, canary):
-    """Put a payload into a checkpoint, and make its manifest match the files, as an attacker would."""
+    """Put a payload into a checkpoint, and make its manifest match, as an attacker would."""
     from hf_fsdp_recipes.checkpointing.hashing import read_facts
 
     ATTACKS[way](checkpoint, canary)
@@ -84,21 +83,19 @@ def _stock(checkpoint, canary):
 
 
 def _entry(checkpoint, canary, disguise=""):
-    """Put the payload in the place of the learning rate, so that a simple check of the entries does not see it."""
+    """Put the payload in the place of the learning rate, where a simple check does not see it."""
     part = checkpoint / PART
     metadata = pickle.loads((part / ".metadata").read_bytes())
     index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn.endswith("lr"))
-    content, forged = (part / info.relative_path).read_bytes(), _saved(payload(canary))
-    harmless = next(
-        text
-        for text in (_saved("x" * length) for length in range(1000))
-        if len(text) == len(forged)
-    )
-    info.offset, info.length = len(content), len(forged)
-    (part / info.relative_path).write_bytes(
-        content + (harmless if disguise == "folder" else forged)
-    )
+    content = (part / info.relative_path).read_bytes()
+    forged = _saved(payload(canary))
+    info.offset = len(content)
+    info.length = len(forged)
+    (part / info.relative_path).write_bytes(content + forged)
     if disguise == "folder":  # a harmless file has the same name
+        texts = (_saved("x" * length) for length in range(1000))
+        harmless = next(text for text in texts if len(text) == len(forged))
+        (part / info.relative_path).write_bytes(content + harmless)
         (part / "folder").mkdir()
         (part / "folder" / info.relative_path).write_bytes(content + forged)
         info.relative_path = f"folder/{info.relative_path}"

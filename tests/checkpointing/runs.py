@@ -1,4 +1,7 @@
-"""Functions that the checkpointing tests run on ranks: a few steps of a tiny model with dropout, and what came of them."""
+"""Functions that the checkpointing tests run on ranks.
+
+They train a tiny model with dropout for a few steps, and describe what came of it.
+"""
 
 import hashlib
 import logging
@@ -15,14 +18,24 @@ LORA = {
     "task_type": "CAUSAL_LM",
 }
 BEST = {
-    "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "score",
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "score",
     "greater_is_better": False,
-}  # fmt: skip
+}
 VOCABULARY = 64
 SETTINGS = {
-    "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2,
-    "learning_rate": 1e-2, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False,
-}  # fmt: skip
+    "max_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "logging_steps": 1,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-2,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
 SFT = {
     "max_length": 16,
     "dataset_kwargs": {"skip_prepare_dataset": True},
@@ -34,7 +47,10 @@ SFT = {
 def make_trainer(
     output, callbacks=(), *, lora=False, sft=False, dropout=0.1, hidden=32, resume=None, **arguments
 ):
-    """Build a Trainer, or an SFTTrainer, on 48 random rows. It saves every two of four steps unless `arguments` differ."""
+    """Build a Trainer, or an SFTTrainer, on 48 random rows.
+
+    It saves every two of four steps unless `arguments` differ.
+    """
     import torch
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
@@ -48,13 +64,18 @@ def make_trainer(
     keep_global_batch(args, resume)
     set_seed(0)
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=VOCABULARY, attention_dropout=dropout, use_cache=False,
-    )  # fmt: skip
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        attention_dropout=dropout,
+        use_cache=False,
+    )
     model = LlamaForCausalLM(config)
-    ids = torch.randint(
-        0, VOCABULARY, (48, 16), generator=torch.Generator().manual_seed(0)
-    ).tolist()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (48, 16), generator=generator).tolist()
     rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
     common = {
         "train_dataset": rows,
@@ -80,18 +101,21 @@ def _tokenizer():
 
 
 def describe(trainer):
-    """Return the losses, Trainer's best model and hashes of the weights and the optimizer's state. Collective."""
-    state, optimizer, parameters = (
-        trainer.state,
-        trainer.optimizer.state,
-        sorted(trainer.model.named_parameters()),
-    )
+    """Return the losses, Trainer's best model and hashes of the weights and the optimizer's state.
+
+    Collective.
+    """
+    state = trainer.state
+    optimizer = trainer.optimizer.state
+    parameters = sorted(trainer.model.named_parameters())
     return {
         "losses": {entry["step"]: entry["loss"] for entry in state.log_history if "loss" in entry},
         "best": (state.best_metric, state.best_global_step, state.best_model_checkpoint),
         "weights": [_digest(value) for _, value in parameters],
         "optimizer": [
-            _digest(value) for _, one in parameters for value in optimizer.get(one, {}).values()
+            _digest(value)
+            for _, parameter in parameters
+            for value in optimizer.get(parameter, {}).values()
         ],
     }
 
@@ -100,21 +124,25 @@ def _digest(value):
     import torch
 
     full = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
-    return hashlib.sha1(
-        full.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    ).hexdigest()[:10]
+    content = full.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha1(content).hexdigest()[:10]
 
 
 def train(output, *, stock=False, resume=True, callback=None, prepare=None, **options):
-    """Train and return `describe`, where the run resumed, this package's warnings and error, and what `prepare` noted.
+    """Train and return what came of it.
 
-    `resume` is a checkpoint, or whether to resume from the latest one. `stock` trains without our callback, `callback` holds its
-    arguments, `prepare` is called with the trainer and may append to `trainer.notes`, `options` are those of `make_trainer`.
+    This is `describe`, where the run resumed, this package's warnings and error, and what `prepare`
+    noted.
+
+    `resume` is a checkpoint, or whether to resume from the latest one. `stock` trains without our
+    callback, `callback` holds its arguments, `prepare` is called with the trainer and may append to
+    `trainer.notes`, `options` are those of `make_trainer`.
     """
     from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint, patches
 
     patches.enable_cpu_ranks()
-    warnings, error = collect_warnings(), None
+    warnings = collect_warnings()
+    error = None
     checkpoint = (latest_checkpoint(output) if resume is True else resume) or None
     callbacks = () if stock else (ShardedCheckpointCallback(**(callback or {})),)
     trainer = make_trainer(output, callbacks, resume=checkpoint, **options)
@@ -167,7 +195,10 @@ def collect_warnings():
 
 
 def steps_in(output):
-    """Return the steps of all directories named like a checkpoint, after checking that each is complete and intact."""
+    """Return the steps of all directories named like a checkpoint.
+
+    Check that each of them is complete and intact.
+    """
     from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, step_of
     from hf_fsdp_recipes.checkpointing.resume import find_damage
 

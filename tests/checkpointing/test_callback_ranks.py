@@ -1,4 +1,7 @@
-"""What users of Trainer rely on keeps working: their own callbacks and strategies, other trainers, runs without FSDP."""
+"""What users of Trainer rely on keeps working.
+
+These are their own callbacks and strategies, other trainers, and runs without FSDP.
+"""
 
 import functools
 import shutil
@@ -12,7 +15,7 @@ from tests.ranks.harness import run_ranks
 
 
 def _save_step_3_and_write_into_it(trainer):
-    """Ask for a save as a user's callback does, and add a file to it, as callbacks for adapters do."""
+    """Ask for a save as users' callbacks do, and add a file to it, as callbacks for adapters do."""
 
     def ask(state, control):
         control.should_save |= state.global_step == 3
@@ -49,21 +52,15 @@ def _save_at_the_end_of_epochs(trainer):
 def test_a_run_deletes_its_own_checkpoints_only_and_starts_in_no_other_runs_directory(
     run, tmp_path
 ):
-    options = {
-        "max_steps": -1,
-        "save_total_limit": 1,
-        "per_device_train_batch_size": 12,
-    }  # two steps in an epoch
-    run(
-        tmp_path, num_train_epochs=1, prepare=_save_at_the_end_of_epochs, **options
-    )  # saves step 2 twice
+    # Two steps in an epoch.
+    options = {"max_steps": -1, "save_total_limit": 1, "per_device_train_batch_size": 12}
+    # This saves step 2 twice.
+    run(tmp_path, num_train_epochs=1, prepare=_save_at_the_end_of_epochs, **options)
     assert steps_in(tmp_path) == [2]
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "notes.txt").write_text("of the user")
-    assert (
-        "of an earlier run"
-        in run(tmp_path, num_train_epochs=3, resume=False, **options)[1]["error"]
-    )
+    refused = run(tmp_path, num_train_epochs=3, resume=False, **options)[1]
+    assert "of an earlier run" in refused["error"]
     resumed = run(tmp_path, num_train_epochs=3, save_strategy="epoch", **options)
     assert {result["resumed"] for result in resumed} == {"checkpoint-2"}
     assert (tmp_path / "checkpoint-1" / "notes.txt").is_file()
@@ -125,9 +122,8 @@ def test_two_trainers_of_different_models_in_one_process_save_their_own_state(ru
     second, stock = run(tmp_path, function=_train_two_models)[0]
     assert second == stock
     assert steps_in(tmp_path / "first") == steps_in(tmp_path / "second") == [2, 4]
-    assert not list(
-        tmp_path.glob("stock/**/manifest.json")
-    )  # a trainer without the callback saves as ever
+    # A trainer without the callback saves as ever.
+    assert not list(tmp_path.glob("stock/**/manifest.json"))
     shutil.rmtree(tmp_path / "second" / "checkpoint-4")
     assert run(tmp_path / "second", hidden=48, lora=True)[0] == second | {"resumed": "checkpoint-2"}
 

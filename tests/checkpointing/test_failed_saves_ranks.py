@@ -1,4 +1,7 @@
-"""A save that fails leaves no trace and does not stop training; only the last one's failure is an error, on every rank."""
+"""A save that fails leaves no trace and does not stop training.
+
+Only the last one's failure is an error, on every rank.
+"""
 
 import errno
 import os
@@ -66,11 +69,8 @@ def _fail_and_note_best(trainer):
 
 def test_after_a_failed_save_all_ranks_return_to_the_best_model_that_is_saved(run, tmp_path):
     for result in run(tmp_path, max_steps=6, prepare=_fail_and_note_best, **BEST):
-        assert result["notes"] == [
-            (None, None),
-            (3, 2),
-            (3, 2),
-        ]  # before the evaluation of step 2, 4 and 6
+        # Before the evaluations of steps 2, 4 and 6.
+        assert result["notes"] == [(None, None), (3, 2), (3, 2)]
         assert result["best"] == (2, 6, str(tmp_path / "checkpoint-6")) and result["error"] is None
     assert steps_in(tmp_path) == [2, 6]
 
@@ -130,7 +130,7 @@ def test_a_file_system_without_locks_is_a_warning(run, tmp_path):
 
 
 def _write_slowly_on_rank_1(trainer):
-    """Write for longer than collectives may take, so that the other rank waits before its next save."""
+    """Write for longer than collectives may take. The other rank waits before its next save."""
     import torch.distributed as dist
 
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4), dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""After kill -9 at any moment each checkpoint is complete or absent, and no complete one is lost."""
+"""After kill -9 at any moment, a checkpoint is complete or absent, and no complete one is lost."""
 
 import functools
 import json
@@ -26,10 +26,10 @@ def _save(run, step, published):
     written = run.workspace / f"checkpoint-{step}"
     (written / "part").mkdir(parents=True)
     (written / "part" / "data").write_bytes(os.urandom(10))
-    facts = {"part/data": read_facts(written / "part" / "data")}
-    run.publish(written, run.output_dir / written.name, {"step": step, "files": facts})
+    files = {"part/data": read_facts(written / "part" / "data")}
+    run.publish(written, run.output_dir / written.name, {"step": step}, files)
     published[0] = step
-    run.prune(run.output_dir, 1, set())
+    run.prune(run.output_dir, 1, None)
 
 
 def _save_until_killed(output, event_of_kill, published):
@@ -65,9 +65,8 @@ def test_no_file_operation_of_a_save_is_a_wrong_moment_for_a_kill(tmp_path):
         steps = steps_in(output)
         assert max(steps, default=0) >= published[0], f"lost after event {event_of_kill}"
         RunDirectory(output, "run").open(resumed_step=max(steps, default=0))  # the next start
-        assert (
-            steps_in(output) == steps and len(list(output.glob("_saving-run/*"))) == 1
-        )  # the lock
+        assert steps_in(output) == steps
+        assert len(list(output.glob("_saving-run/*"))) == 1  # the lock
     assert event_of_kill > 60 and steps_in(output) == [4] and len(list(output.iterdir())) == 1
 
 

@@ -1,4 +1,7 @@
-"""Checkpoints hold what stock Trainer would save, and a resumed run equals the uninterrupted one bit for bit."""
+"""Checkpoints hold what stock Trainer would save, and a resumed run equals the uninterrupted one.
+
+They are equal bit for bit.
+"""
 
 import pickle
 import shutil
@@ -11,11 +14,8 @@ from hf_fsdp_recipes import keep_global_batch
 from hf_fsdp_recipes.errors import CheckpointError
 from tests.checkpointing.runs import describe, on, train
 
-WITH_PATHS = (
-    "trainer_state.json",
-    "training_args.bin",
-    ".metadata",
-)  # these files contain the output directory
+# These files contain the output directory.
+WITH_PATHS = ("trainer_state.json", "training_args.bin", ".metadata")
 
 
 def _train_both(output, options, checkpoint=False):
@@ -27,7 +27,7 @@ def _train_both(output, options, checkpoint=False):
 
 
 def _contents(checkpoint):
-    """Return {name: bytes} of a checkpoint's files, and for torch DCP's `.metadata` the tensors that it lists."""
+    """Return {name: bytes} of a checkpoint's files, but for `.metadata` the tensors in it."""
     files = {
         str(path.relative_to(checkpoint)): path for path in checkpoint.rglob("*") if path.is_file()
     }
