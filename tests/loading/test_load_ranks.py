@@ -155,12 +155,10 @@ def test_4bit_weights_are_equal(source, tiny_model, text_file, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_of_a_weight_are_quantized_as_the_whole_weight(dtype):
     options = {"quant_type": "nf4", "quant_storage": dtype, "compress_statistics": True}
-    module = SimpleNamespace(
-        source_cls=torch.nn.Linear, unpacked_dtype=torch.bfloat16, quant_options=options
-    )
+    module = SimpleNamespace(source_cls=torch.nn.Linear)
     weight = torch.randn(300, 512, dtype=torch.bfloat16)
     packed, state = quantize_4bit(weight, **options)
-    layer = bnb_4bit.Layer(module)
+    layer = bnb_4bit.Layer(module, torch.bfloat16, options)
     assert weight.numel() > 2 * bnb_4bit.PIECE_SIZE
     with ThreadPoolExecutor(4) as pool:  # as many as read weights
         for own_packed in pool.map(layer.quantize, [weight] * 8):
