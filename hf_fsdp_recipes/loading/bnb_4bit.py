@@ -112,9 +112,9 @@ def replace_linears(
 
 
 class _InPieces(TorchFunctionMode):
-    """Quantizes a weight on a CPU in pieces: bitsandbytes needs several times their memory.
+    """Quantizes a weight on a CPU in pieces, with the same result.
 
-    The result is the same.
+    bitsandbytes needs several times the memory of what it quantizes.
     """
 
     def __torch_function__(

@@ -1,7 +1,4 @@
-"""Fills a sharded model.
-
-Either rank 0 reads a weight and sends each rank its rows (dim 0), or each rank reads its own rows.
-"""
+"""Fills a sharded model with the rows (dim 0) that rank 0 sends or that each rank reads itself."""
 
 import re
 from collections import deque
@@ -92,18 +89,18 @@ def shard_of(target: Tensor) -> Tensor:
 
 @dataclass
 class Transfer:
-    """What a rank still has to do to copy one weight from rank 0 into the shards."""
+    """What this rank still has to do to copy one weight from rank 0 into its shard."""
 
     works: Sequence[dist.Work] = ()
-    memory: Tensor | None = None  # what is sent or received; must stay alive until it is
-    shard: Tensor | None = None  # gets a copy of what is received, unless it is received in place
+    memory: Tensor | None = None  # what is sent or received; must stay alive until then
+    shard: Tensor | None = None  # if rows are received: where they belong
 
     def finish(self) -> None:
         """Wait until this rank's shard is filled and its sends are complete. Not a collective."""
         for work in self.works:
             work.wait()
         if self.shard is not None and self.memory is not None:
-            self.shard.copy_(self.memory)
+            self.shard.copy_(self.memory)  # does nothing if they were received in place
 
 
 def start_transfer(
@@ -114,8 +111,7 @@ def start_transfer(
 ) -> Transfer:
     """Start to copy one weight from rank 0 into the shards of the first replica. Collective.
 
-    `full` is the weight on rank 0, and None on the other ranks. It is sent in `dtype` and on
-    `device`.
+    `full` is the weight on rank 0 and None on the other ranks. `dtype` and `device` are its own.
     """
     shard = shard_of(target)
     # A weight that is not sharded: all ranks get all rows.
@@ -125,7 +121,6 @@ def start_transfer(
         dist.broadcast(full, 0)
         shard.copy_(full)
         return Transfer()
-
     # Rank 0: send the other ranks of the first replica their rows, divided as by `fully_shard`.
     mesh = target.device_mesh
     num_ranks = mesh.shape[-1]
@@ -139,7 +134,6 @@ def start_transfer(
         works = dist.batch_isend_irecv(sends) if sends else []
         shard.copy_(parts[0])  # while the other ranks receive their rows
         return Transfer(works, full)
-
     # The other ranks of the first replica: receive rows, in place if possible.
     if dist.get_rank() in ranks and len(shard):
         received = shard
@@ -147,17 +141,13 @@ def start_transfer(
             received = torch.empty(shard.shape, dtype=dtype, device=device)
         works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, 0)])
         return Transfer(works, received, shard)
-
     # Ranks without rows, and those of the other replicas, which get their rows at the end.
     return Transfer()
 
 
 @dataclass
 class Reader:
-    """Reads weights on rank 0.
-
-    After an error, it returns uninitialized memory, because other ranks still wait for data.
-    """
+    """Reads weights on rank 0. After an error, it returns uninitialized memory to be sent."""
 
     model: PreTrainedModel
     checkpoint: Checkpoint
@@ -234,8 +224,7 @@ def read_ahead(reader: Reader, entries: Sequence[Entry]) -> Iterator[Weights]:
     with ThreadPoolExecutor(NUM_READERS, "weights-reading") as pool:
         for entry in entries:
             size = sum(reader.targets[name][0].nbytes for name in reader.names_of(entry))
-            weights = pool.submit(reader.read, entry)
-            pending.append((size, weights))
+            pending.append((size, pool.submit(reader.read, entry)))
             while is_full():
                 yield pending.popleft()[1].result()
         while pending:
@@ -260,7 +249,12 @@ def fill_from_rank0(reader: Reader, entries: Sequence[Entry]) -> None:
     is_main = distributed.is_main()
     weights = read_ahead(reader, entries)  # only rank 0 starts it
     in_flight: deque[Transfer] = deque()
-    for entry in logging.tqdm(entries, desc="Loading weights", disable=not is_main):
+    progress = logging.tqdm(
+        entries,
+        desc="Loading weights",
+        disable=not is_main,
+    )
+    for entry in progress:
         values = next(weights) if is_main else {}
         for name in reader.names_of(entry):
             dtype = reader.dtype_of(entry, name)
@@ -287,10 +281,7 @@ def fill_directly(
     entries: Sequence[Entry],
     targets: Tensors,
 ) -> None:
-    """Fill the tensors from entries that need no conversion. Each rank reads its own rows.
-
-    Collective.
-    """
+    """Fill tensors that need no conversion. Each rank reads its own rows. Collective."""
     with distributed.agreed():
         for entry in entries:
             for target in targets.get(entry.name, ()):
