@@ -1,12 +1,17 @@
-"""4-bit weights (QLoRA): rank 0 quantizes. Every rank gets its rows (dim 0) of the packed bytes and a copy of all scales."""
+"""4-bit weights (QLoRA), quantized by rank 0.
+
+Every rank gets its rows (dim 0) of the packed bytes and a copy of all scales.
+"""
 
 import copy
 import logging
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.state import AcceleratorState, is_initialized
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
@@ -16,38 +21,86 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.placeholder import nan_like
+from hf_fsdp_recipes.loading.placeholder import shared_nan
+
+if TYPE_CHECKING:
+    from bitsandbytes.nn import Linear4bit
 
 PIECE_SIZE = 2**16  # elements; a multiple of every block size
+STORAGE = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by Accelerate's mixed precision
 
 logger = logging.getLogger(__name__)
 
 
-def replace_linears(
-    model: PreTrainedModel, config: BitsAndBytesConfig, dtype: torch.dtype
-) -> HfQuantizer:
-    """Replace the linear layers of a meta model with 4-bit layers, and return transformers' quantizer.
+def pack_weights(
+    model: PreTrainedModel,
+    config: BitsAndBytesConfig,
+    dtype: torch.dtype,
+) -> dict[str, "Layer"]:
+    """Replace the linear layers of a meta model with 4-bit layers.
 
-    The packed bytes are stored in the float dtype in which FSDP gathers parameters. FSDP would cast them if they were stored in
-    another float dtype. They cannot be integers, because Accelerate does not shard integers.
+    Their weights are placeholders of the packed shape. `dtype` is the dtype of the weights before
+    they are quantized. Return the 4-bit layers as {name of the weight: layer}.
+    """
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    quantizer = replace_linears(model, config, dtype)
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear4bit):
+            old = module.weight
+            assert isinstance(old, Params4bit)
+            options = {
+                "compress_statistics": old.compress_statistics,
+                "quant_type": old.quant_type,
+                "quant_storage": old.quant_storage,
+            }
+            num_bytes = -(-old.numel() // 2)
+            shape = (num_bytes // old.quant_storage.itemsize, 1)
+            module.weight = Params4bit(
+                shared_nan(shape, old.quant_storage),
+                requires_grad=False,
+                bnb_quantized=True,
+                **options,
+            )
+            # Otherwise bitsandbytes would permanently repack a gathered weight when the model is
+            # evaluated on a CPU.
+            module.support_avx512bf16_for_cpu = False
+            layers[f"{name}.weight"] = Layer(module, dtype, options)
+    model.hf_quantizer = quantizer  # type: ignore[assignment]  # transformers declares no type
+    quantizer.postprocess_model(model, config=model.config)
+    return layers
+
+
+def replace_linears(
+    model: PreTrainedModel,
+    config: BitsAndBytesConfig,
+    dtype: torch.dtype,
+) -> HfQuantizer:
+    """Replace the linear layers of a meta model, and return transformers' quantizer.
+
+    The packed bytes are stored in the float dtype in which FSDP gathers parameters. FSDP would cast
+    them if they were stored in another float dtype. They cannot be integers, because Accelerate
+    does not shard integers.
     """
     if not getattr(config, "load_in_4bit", False):
         raise LoadError(
-            "only 4-bit bitsandbytes weights can be sharded. Use BitsAndBytesConfig(load_in_4bit=True)."
+            "only 4-bit bitsandbytes weights can be sharded. "
+            "Use BitsAndBytesConfig(load_in_4bit=True)."
         )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if is_initialized():
+        precision = AcceleratorState().mixed_precision
     config = copy.deepcopy(config)
-    precision = (
-        AcceleratorState().mixed_precision
-        if is_initialized()
-        else os.environ.get("ACCELERATE_MIXED_PRECISION")
-    )
-    config.bnb_4bit_quant_storage = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
-        str(precision), dtype
-    )
+    config.bnb_4bit_quant_storage = STORAGE.get(str(precision), dtype)
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     quantizer.validate_environment(device_map=None)
     with local_torch_dtype(dtype):  # the new layers create their biases in torch's default dtype
-        quantizer.preprocess_model(model=model, device_map={"": "cpu"}, checkpoint_files=None)
+        quantizer.preprocess_model(
+            model=model,
+            device_map={"": "cpu"},
+            checkpoint_files=None,
+        )
     experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     if experts:
         logger.warning(
@@ -58,68 +111,64 @@ def replace_linears(
     return quantizer
 
 
-def pack_weights(model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.dtype) -> None:
-    """Replace the weights of the 4-bit layers with placeholders of the packed shape."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            old = module.weight
-            num_items = -(-old.numel() // 2) // old.quant_storage.itemsize
-            packed = torch.empty((num_items, 1), dtype=old.quant_storage, device="meta")
-            kept = {
-                name: getattr(old, name)
-                for name in ("compress_statistics", "quant_type", "quant_storage")
-            }
-            module.unpacked_dtype, module.quant_options = dtype, kept
-            module.weight = Params4bit(
-                nan_like(packed), requires_grad=False, bnb_quantized=True, **kept
-            )
-            # Otherwise bitsandbytes would permanently repack a gathered weight when the model is evaluated on a CPU.
-            module.support_avx512bf16_for_cpu = False
-    model.hf_quantizer = quantizer
-    quantizer.postprocess_model(model, config=model.config)
-
-
 class _InPieces(TorchFunctionMode):
-    """Quantizes a weight on a CPU in pieces: bitsandbytes needs several times their memory. The result is the same."""
+    """Quantizes a weight on a CPU in pieces, with the same result.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    bitsandbytes needs several times the memory of what it quantizes.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable,
+        types: tuple,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> object:
         if func is not torch.ops.bitsandbytes.quantize_4bit.default or args[0].device.type != "cpu":
             return func(*args, **(kwargs or {}))
-        weight, blocksize, _, storage = args
-        packed, scales = (
-            torch.empty_like(one, device="cpu") for one in func(weight.to("meta"), *args[1:])
-        )
-        parts = (
+        weight, *options = args
+        block_size, _, storage = options
+        outputs = func(weight.to("meta"), *options)
+        packed, scales = (torch.empty_like(output, device="cpu") for output in outputs)
+        pieces = zip(
+            weight.reshape(-1).split(PIECE_SIZE),
             packed.split(PIECE_SIZE // 2 // storage.itemsize),
-            scales.split(PIECE_SIZE // blocksize),
+            scales.split(PIECE_SIZE // block_size),
+            strict=True,
         )
-        for piece, *outputs in zip(weight.reshape(-1).split(PIECE_SIZE), *parts, strict=True):
-            for output, value in zip(outputs, func(piece, *args[1:]), strict=True):
-                output.copy_(value)
+        for piece, packed_piece, scales_piece in pieces:
+            packed_values, scales_values = func(piece, *options)
+            packed_piece.copy_(packed_values)
+            scales_piece.copy_(scales_values)
         return packed, scales
 
 
 class Layer:
     """Quantizes the weight of one 4-bit layer in a model from `load_model`."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        module: "Linear4bit",
+        dtype: torch.dtype,
+        options: dict[str, Any],
+    ) -> None:
         self.module = module
-        self._scales: dict[str, Any] = {}  # filled only on rank 0
+        self.dtype = dtype  # of the weight before it is quantized
+        self.options = options  # arguments of bitsandbytes' `quantize_4bit`
+        self._scales: dict[str, Tensor] = {}  # filled only on rank 0
 
-    def quantize(self, weight: torch.Tensor) -> torch.Tensor:
+    def quantize(self, weight: Tensor) -> Tensor:
         """Return the packed weight, and keep its scales for `broadcast_scales`."""
         from bitsandbytes.functional import quantize_4bit
 
-        module = self.module
-        weight = weight.T.contiguous() if issubclass(module.source_cls, Conv1D) else weight
+        if issubclass(self.module.source_cls, Conv1D):  # type: ignore[arg-type]  # set by transformers
+            weight = weight.T.contiguous()
         if not torch.stack(torch.aminmax(weight)).isfinite().all():  # without temporary tensors
             raise LoadError(
                 "it contains NaN or infinity, which cannot be quantized. Load an intact checkpoint."
             )
         with _InPieces():
-            packed, state = quantize_4bit(weight.to(module.unpacked_dtype), **module.quant_options)
+            packed, state = quantize_4bit(weight.to(self.dtype), **self.options)
         self._scales = {name: value.cpu() for name, value in state.as_dict(packed=True).items()}
         return packed
 
@@ -127,25 +176,22 @@ class Layer:
         """Send the scales from rank 0 to all ranks, and store them in the layer. Collective."""
         from bitsandbytes.functional import QuantState
 
-        scales, self._scales = distributed.from_main(self._scales), {}
+        scales = distributed.from_main(self._scales)
+        self._scales = {}
         self.module.quant_state = QuantState.from_dict(scales, device=device)
 
 
-def find_layers(model: torch.nn.Module) -> dict[str, Layer]:
-    """Return a model's 4-bit layers as {name of the weight: layer}."""
-    return {
-        f"{name.removesuffix('.base_layer')}.weight": Layer(module)
-        for name, module in model.named_modules()
-        if hasattr(module, "unpacked_dtype")
-    }
+Layers = dict[str, Layer]  # {name of the weight: layer}
 
 
-def check_storage(model: torch.nn.Module, policy: Any) -> None:
-    """Raise a LoadError if FSDP would cast the packed bytes when it gathers them."""
+def check_storage(layers: Layers, policy: object) -> None:
+    """Raise a LoadError if FSDP's mixed precision policy would cast the packed bytes."""
     gathered = getattr(policy, "param_dtype", None)
-    for layer in find_layers(model).values():
-        if gathered not in (None, layer.module.weight.dtype):
+    for layer in layers.values():
+        stored = layer.module.weight.dtype
+        if gathered not in (None, stored):
             raise LoadError(
-                f"the 4-bit weights are stored as {layer.module.weight.dtype}, but training computes in {gathered}. Set the "
-                f"mixed precision in the Accelerate config, or create the TrainingArguments before calling load_model."
+                f"the 4-bit weights are stored as {stored}, but training computes in {gathered}. "
+                f"Set the mixed precision in the Accelerate config, or create the "
+                f"TrainingArguments before calling load_model."
             )

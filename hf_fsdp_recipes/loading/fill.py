@@ -1,53 +1,58 @@
-"""Fills a sharded model. Either rank 0 reads a weight and sends each rank its rows (dim 0), or each rank reads its own rows."""
+"""Fills a sharded model with the rows (dim 0) that rank 0 sends or that each rank reads itself."""
 
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import EllipsisType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import Module, Parameter
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError, describe
-from hf_fsdp_recipes.loading import bnb_4bit
-from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
+from hf_fsdp_recipes.loading.bnb_4bit import Layers
+from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry, Weights
 
 WRAPPERS = re.compile(
-    r"(_checkpoint_wrapped_module|_orig_mod|base_layer)\.|\.(modules_to_save\.[^.]+|original_module)(?=\.)"
+    r"(_checkpoint_wrapped_module|_orig_mod|base_layer)\."
+    r"|\.(modules_to_save\.[^.]+|original_module)(?=\.)"
 )
 NUM_READERS = 4  # rank 0's reading threads; a disk is faster if it gets several requests at once
-READ_AHEAD_BYTES = (
-    1024**3
-)  # maximum bytes that rank 0 reads ahead; a single larger weight is still read
+READ_AHEAD_BYTES = 1024**3  # maximum of what rank 0 reads ahead; a larger weight is still read
 NUM_IN_FLIGHT = 2  # maximum number of weights that are sent at the same time
 PAGE_BYTES = 4096
+FSDP_PLACEMENTS = ((Shard(0),), (Replicate(), Shard(0)))  # full and hybrid sharding
 
-Tensors = dict[str, list[torch.Tensor]]
-Weights = dict[str, torch.Tensor]
+Tensors = dict[str, list[Tensor]]
 
 
 def name_in_base_model(name: str) -> str:
-    """Return a tensor's name without the parts that PEFT, activation checkpointing and torch.compile add."""
+    """Return a tensor's name without what PEFT, activation checkpointing and torch.compile add."""
     return WRAPPERS.sub("", name).removeprefix("base_model.model.")
 
 
-def allocate(model: torch.nn.Module, device: torch.device) -> Tensors:
-    """Allocate memory for a model's meta parameters. Return them and the buffers by their names in the base model.
+def allocate(model: Module, device: torch.device) -> Tensors:
+    """Allocate memory for a model's meta parameters.
 
-    A name has several tensors if PEFT has copied the weight (`modules_to_save`). A tied weight has several names.
+    Return them and the buffers by their names in the base model. A name has several tensors if PEFT
+    has copied the weight (`modules_to_save`). A tied weight has several names.
     """
-    targets: Tensors = {
-        name_in_base_model(name): [buffer] for name, buffer in model.named_buffers()
-    }
+    targets: Tensors = {}
+    for name, buffer in model.named_buffers():
+        targets[name_in_base_model(name)] = [buffer]
     allocated = set()
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if parameter.is_meta:
-            real = torch.nn.Parameter(
-                torch.empty_like(parameter, device=device), parameter.requires_grad
-            )
+            check_sharding(parameter)
+            memory = torch.empty_like(parameter, device=device)
+            real = Parameter(memory, parameter.requires_grad)
             torch.utils.swap_tensors(parameter, real)
             allocated.add(parameter)
         if parameter in allocated:
@@ -55,177 +60,212 @@ def allocate(model: torch.nn.Module, device: torch.device) -> Tensors:
     return targets
 
 
-class Layout:
-    """Tells which rows (dim 0) of a weight each rank holds."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        self.local = target.detach()
-        self.ranks: list[
-            int
-        ] = []  # of the first replica, in row order; empty if every rank holds all rows
-        if isinstance(target, DTensor):
-            *replicated, sharded = target.placements
-            mesh = target.device_mesh
-            if (
-                sharded != Shard(0)
-                or set(replicated) - {Replicate()}
-                or mesh.size() != dist.get_world_size()
-            ):
-                raise LoadError(
-                    f"{target.placements} is not supported. Use full or hybrid sharding, without other parallelism."
-                )
-            self.local, self._num_rows = target.to_local().detach(), target.shape[0]
-            self.ranks = mesh.mesh.view(-1, mesh.shape[-1])[0].tolist()
-            self.number = mesh.get_coordinate()[-1]  # this rank's position in its replica
-
-    def rows(self, number: int) -> slice:
-        """Return the rows that `fully_shard` gives to the rank at position `number` in a replica."""
-        chunk = -(-self._num_rows // len(self.ranks))
-        return slice(min(chunk * number, self._num_rows), min(chunk * (number + 1), self._num_rows))
+def check_sharding(parameter: Tensor) -> None:
+    """Raise a LoadError if a parameter is sharded, but not by FSDP2 over all ranks."""
+    if isinstance(parameter, DTensor):
+        is_fsdp = parameter.placements in FSDP_PLACEMENTS
+        if not is_fsdp or parameter.device_mesh.size() != dist.get_world_size():
+            raise LoadError(
+                f"{parameter.placements} is not supported. Use full or hybrid sharding, without "
+                f"other parallelism."
+            )
 
 
+def own_rows(target: Tensor) -> slice | EllipsisType:
+    """Return which rows of a weight this rank holds. `...` stands for all rows."""
+    if not isinstance(target, DTensor):
+        return ...
+    mesh = target.device_mesh
+    rows_per_rank = -(-len(target) // mesh.shape[-1])
+    start = rows_per_rank * mesh.get_local_rank(mesh.ndim - 1)
+    return slice(start, start + len(shard_of(target)))
+
+
+def shard_of(target: Tensor) -> Tensor:
+    """Return this rank's rows of a weight. They share memory with the weight."""
+    local = target.to_local() if isinstance(target, DTensor) else target
+    return local.detach()
+
+
+@dataclass
 class Transfer:
-    """Copies one weight from rank 0 into the shards of the first replica. `finish` waits for the copy. Collective."""
+    """What this rank still has to do to copy one weight from rank 0 into its shard."""
 
-    def __init__(
-        self,
-        full: torch.Tensor | None,
-        target: torch.Tensor,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        layout = Layout(target)
-        self._local, self._received, transfers = layout.local, full, []
-        if not layout.ranks:
-            self._received = (
-                torch.empty(target.shape, dtype=dtype, device=device) if full is None else full
-            )
-            dist.broadcast(self._received, 0)
-        elif full is not None:
-            parts = [(full[layout.rows(number)], rank) for number, rank in enumerate(layout.ranks)]
-            transfers = [
-                dist.P2POp(dist.isend, part, rank) for part, rank in parts[1:] if len(part)
-            ]
-            self._received = parts[0][0]
-        elif dist.get_rank() in layout.ranks and len(self._local):
-            is_same = (self._local.dtype, self._local.device) == (dtype, device)
-            self._received = (
-                self._local
-                if is_same
-                else torch.empty(self._local.shape, dtype=dtype, device=device)
-            )
-            transfers = [dist.P2POp(dist.irecv, self._received, 0)]
-        self._is_sender, self._full = (
-            full is not None,
-            full,
-        )  # the full tensor must stay alive while it is sent
-        self._works = dist.batch_isend_irecv(transfers) if transfers else []
-        if self._is_sender:
-            self._local.copy_(self._received)  # while the other ranks receive their rows
+    works: Sequence[dist.Work] = ()
+    memory: Tensor | None = None  # what is sent or received; must stay alive until then
+    shard: Tensor | None = None  # if rows are received: where they belong
 
     def finish(self) -> None:
         """Wait until this rank's shard is filled and its sends are complete. Not a collective."""
-        for work in self._works:
+        for work in self.works:
             work.wait()
-        if not self._is_sender and self._received is not None and self._received is not self._local:
-            self._local.copy_(self._received)
+        if self.shard is not None and self.memory is not None:
+            self.shard.copy_(self.memory)  # does nothing if they were received in place
 
 
-def read_ahead(reader: "Reader", entries: Sequence[Entry]) -> Iterator[Weights]:
-    """Yield the weights of each entry in turn. Meanwhile, threads read the next entries."""
-    with ThreadPoolExecutor(NUM_READERS, "weights-reading") as pool:
-        pending: deque[tuple[int, Future[Weights]]] = deque()
-        for entry in entries:
-            size = sum(
-                reader.targets[name][0].nbytes for name in entry.names if name in reader.targets
+def start_transfer(
+    full: Tensor | None,
+    target: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Transfer:
+    """Start to copy one weight from rank 0 into the shards of the first replica. Collective.
+
+    `full` is the weight on rank 0 and None on the other ranks. `dtype` and `device` are its own.
+    """
+    shard = shard_of(target)
+    # A weight that is not sharded: all ranks get all rows.
+    if not isinstance(target, DTensor):
+        if full is None:
+            full = torch.empty(target.shape, dtype=dtype, device=device)
+        dist.broadcast(full, 0)
+        shard.copy_(full)
+        return Transfer()
+    # Rank 0: send the other ranks of the first replica their rows, divided as by `fully_shard`.
+    mesh = target.device_mesh
+    num_ranks = mesh.shape[-1]
+    ranks = mesh.mesh.flatten()[:num_ranks].tolist()
+    if full is not None:
+        parts = full.chunk(num_ranks)
+        sends = []
+        for rank, rows in zip(ranks, parts, strict=False):  # the last ranks may have no rows
+            if rank != 0 and len(rows):
+                sends.append(dist.P2POp(dist.isend, rows, rank))
+        works = dist.batch_isend_irecv(sends) if sends else []
+        shard.copy_(parts[0])  # while the other ranks receive their rows
+        return Transfer(works, full)
+    # The other ranks of the first replica: receive rows, in place if possible.
+    if dist.get_rank() in ranks and len(shard):
+        received = shard
+        if shard.dtype != dtype or shard.device != device:
+            received = torch.empty(shard.shape, dtype=dtype, device=device)
+        works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, 0)])
+        return Transfer(works, received, shard)
+    # Ranks without rows, and those of the other replicas, which get their rows at the end.
+    return Transfer()
+
+
+@dataclass
+class Reader:
+    """Reads weights on rank 0. After an error, it returns uninitialized memory to be sent."""
+
+    model: PreTrainedModel
+    checkpoint: Checkpoint
+    layers: Layers
+    targets: Tensors
+    device: torch.device
+    error: Exception | None = None
+
+    def names_of(self, entry: Entry) -> list[str]:
+        """Return the names of an entry's weights, without those whose modules were replaced."""
+        return [name for name in entry.names if name in self.targets]
+
+    def dtype_of(self, entry: Entry, name: str) -> torch.dtype:
+        """Return the dtype in which a weight is sent."""
+        if entry.dtype is None or name in self.layers:
+            return self.targets[name][0].dtype
+        return entry.dtype
+
+    def read(self, entry: Entry) -> Weights:
+        """Return an entry's weights on the device as {name: tensor}."""
+        try:
+            if self.error is None:
+                return self._read(entry)
+        except Exception as error:
+            self.error = LoadError(f"{entry.name}: {describe(error)}")
+        weights = {}
+        for name in self.names_of(entry):
+            shape = self.targets[name][0].shape
+            dtype = self.dtype_of(entry, name)
+            weights[name] = torch.empty(
+                shape,
+                dtype=dtype,
+                device=self.device,
             )
+        return weights
+
+    @torch.no_grad()  # grad mode is per thread
+    def _read(self, entry: Entry) -> Weights:
+        values = self.checkpoint.read(entry, self.model)
+        weights = {}
+        for name in self.names_of(entry):
+            weights[name] = self._prepare(entry, name, values[name])
+        return weights
+
+    def _prepare(
+        self,
+        entry: Entry,
+        name: str,
+        value: Tensor,
+    ) -> Tensor:
+        """Return a weight as it is sent: on the device, quantized if its layer is."""
+        if name in self.layers:
+            value = self.layers[name].quantize(value.to(self.device))
+        expected = self.targets[name][0].shape
+        if value.shape != expected:
+            raise LoadError(f"{name} is {list(value.shape)}, not {list(expected)}")
+        dtype = self.dtype_of(entry, name)
+        if self.device.type == "cpu" and value.is_contiguous() and value.dtype == dtype:
+            # Otherwise the main thread would read the memory-mapped pages from disk.
+            value.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()
+        return value.to(self.device, dtype).contiguous()
+
+
+def read_ahead(reader: Reader, entries: Sequence[Entry]) -> Iterator[Weights]:
+    """Yield the weights of each entry in turn. Meanwhile, threads read the next entries."""
+    pending: deque[tuple[int, Future[Weights]]] = deque()
+
+    def is_full() -> bool:
+        if len(pending) < 2:
+            return False
+        num_bytes = sum(size for size, _ in pending)
+        return len(pending) > NUM_READERS or num_bytes > READ_AHEAD_BYTES
+
+    with ThreadPoolExecutor(NUM_READERS, "weights-reading") as pool:
+        for entry in entries:
+            size = sum(reader.targets[name][0].nbytes for name in reader.names_of(entry))
             pending.append((size, pool.submit(reader.read, entry)))
-            while len(pending) > NUM_READERS or (
-                len(pending) > 1 and sum(n for n, _ in pending) > READ_AHEAD_BYTES
-            ):
+            while is_full():
                 yield pending.popleft()[1].result()
         while pending:
             yield pending.popleft()[1].result()
 
 
-class Reader:
-    """Reads weights on rank 0. After an error, it returns uninitialized memory, because other ranks still wait for data."""
-
-    def __init__(
-        self, model: torch.nn.Module, checkpoint: Checkpoint, targets: Tensors, device: torch.device
-    ) -> None:
-        self.error: Exception | None = None
-        self.layers, self.targets = bnb_4bit.find_layers(model), targets
-        self._model, self._checkpoint, self._device = model, checkpoint, device
-
-    def dtype_of(self, entry: Entry, name: str) -> torch.dtype:
-        """Return the dtype in which a weight is sent."""
-        is_changed = entry.dtype is None or name in self.layers
-        return self.targets[name][0].dtype if is_changed else entry.dtype
-
-    def read(self, entry: Entry) -> Weights:
-        """Return an entry's weights on the device as {name: tensor}. Weights that the model lacks are left out."""
-        try:
-            if self.error is None:
-                return self._read(entry)
-        except Exception as caught:
-            self.error = LoadError(f"{entry.names[0]}: {describe(caught)}")
-        shapes = {name: self.targets[name][0].shape for name in entry.names if name in self.targets}
-        return {
-            name: torch.empty(shape, dtype=self.dtype_of(entry, name), device=self._device)
-            for name, shape in shapes.items()
-        }
-
-    @torch.no_grad()  # grad mode is per thread
-    def _read(self, entry: Entry) -> Weights:
-        weights = {}
-        for name, value in self._checkpoint.read(entry, self._model).items():
-            if name in self.targets:  # otherwise the weight's module was replaced
-                if name in self.layers:
-                    value = self.layers[name].quantize(value.to(self._device))
-                if value.shape != self.targets[name][0].shape:
-                    raise LoadError(
-                        f"{name} is {list(value.shape)}, not {list(self.targets[name][0].shape)}"
-                    )
-                dtype = self.dtype_of(entry, name)
-                if self._device.type == "cpu" and value.is_contiguous() and value.dtype == dtype:
-                    value.view(-1).view(torch.uint8)[
-                        ::PAGE_BYTES
-                    ].sum()  # this thread reads every page from disk
-                weights[name] = value.to(self._device, dtype).contiguous()
-        return weights
-
-
 @torch.no_grad()
-def fill_from_rank0(
-    model: torch.nn.Module,
-    checkpoint: Checkpoint,
-    entries: Sequence[Entry],
-    targets: Tensors,
-    device: torch.device,
-) -> None:
-    """Fill the tensors. Only rank 0 reads the files. It sends every rank its rows. Collective.
+def fill_from_rank0(reader: Reader, entries: Sequence[Entry]) -> None:
+    """Fill the reader's targets. Only rank 0 reads the files. It sends every rank its rows.
 
-    After an error, rank 0 keeps sending, because the other ranks still wait for data. It then sends uninitialized memory.
-    At the end, all ranks raise the error.
+    After an error, rank 0 keeps sending, because the other ranks still wait for data. It then sends
+    uninitialized memory. At the end, all ranks raise the error. Collective.
     """
+    device = reader.device
     if entries and distributed.world_size() > 1 and not distributed.can_send(device.type):
         raise LoadError(
             f"gloo cannot send weights between {device.type} devices. Set another ddp_backend."
         )
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
-    reader = Reader(model, checkpoint, targets, device)
     distributed.open_default_group(device)
-    weights = read_ahead(reader, entries) if distributed.is_main() else None
+    is_main = distributed.is_main()
+    weights = read_ahead(reader, entries)  # only rank 0 starts it
     in_flight: deque[Transfer] = deque()
-    for entry in logging.tqdm(entries, desc="Loading weights", disable=not distributed.is_main()):
-        values = next(weights) if weights else {}
-        for name in entry.names:
-            for target in targets.get(name, ()):
-                in_flight.append(
-                    Transfer(values.get(name), target, reader.dtype_of(entry, name), device)
+    progress = logging.tqdm(
+        entries,
+        desc="Loading weights",
+        disable=not is_main,
+    )
+    for entry in progress:
+        values = next(weights) if is_main else {}
+        for name in reader.names_of(entry):
+            dtype = reader.dtype_of(entry, name)
+            for target in reader.targets[name]:
+                transfer = start_transfer(
+                    values.get(name),
+                    target,
+                    dtype,
+                    device,
                 )
+                in_flight.append(transfer)
                 if len(in_flight) > NUM_IN_FLIGHT:
                     in_flight.popleft().finish()
     for transfer in in_flight:
@@ -236,23 +276,25 @@ def fill_from_rank0(
 
 
 @torch.no_grad()
-def fill_directly(checkpoint: Checkpoint, entries: Sequence[Entry], targets: Tensors) -> None:
-    """Fill the tensors from entries that need no conversion. Each rank reads its own rows. Collective."""
+def fill_directly(
+    checkpoint: Checkpoint,
+    entries: Sequence[Entry],
+    targets: Tensors,
+) -> None:
+    """Fill tensors that need no conversion. Each rank reads its own rows. Collective."""
     with distributed.agreed():
         for entry in entries:
-            for target in targets.get(entry.names[0], ()):
-                layout = Layout(target)
-                if layout.local.numel():
-                    layout.local.copy_(
-                        checkpoint.read_rows(
-                            entry, layout.rows(layout.number) if layout.ranks else ...
-                        )
-                    )
+            for target in targets.get(entry.name, ()):
+                shard = shard_of(target)
+                if shard.numel():
+                    shard.copy_(checkpoint.read_rows(entry, own_rows(target)))
 
 
 @torch.no_grad()
 def copy_to_replicas(targets: Tensors) -> None:
-    """Under hybrid sharding, copy the shards of the first replica to the other replicas. Collective."""
-    for target in dict.fromkeys(target for tensors in targets.values() for target in tensors):
+    """Under hybrid sharding, copy the shards of the first replica to the others. Collective."""
+    all_tensors = [target for tensors in targets.values() for target in tensors]
+    for target in dict.fromkeys(all_tensors):  # tied weights only once
         if isinstance(target, DTensor) and target.device_mesh.ndim > 1:
-            dist.broadcast(target.to_local(), group=target.device_mesh.get_group(0), group_src=0)
+            group = target.device_mesh.get_group(0)
+            dist.broadcast(target.to_local(), group=group, group_src=0)

@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,14 +24,13 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes import distributed, patches
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.bnb_4bit import pack_weights, replace_linears
+from hf_fsdp_recipes.loading.bnb_4bit import Layers, pack_weights
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.loader import Loader
 from hf_fsdp_recipes.loading.placeholder import insert_placeholders
 
 HUB_PATTERNS = [
     "*.safetensors",
-    "*.safetensors.index.json",
     "*.json",
     "*.txt",
     "*.model",
@@ -40,6 +40,18 @@ HUB_PATTERNS = [
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
 FOR_BUILDING = ("attn_implementation", "experts_implementation", "trust_remote_code")
 
+Arguments = dict[str, Any]  # keyword arguments of `from_pretrained`
+
+
+@dataclass
+class Description:
+    """What the files of a model say about it, except for its weights."""
+
+    directory: Path
+    config: PreTrainedConfig
+    building_arguments: Arguments  # the arguments that are needed to build the model
+    generation_config: GenerationConfig | None
+
 
 def load_model(
     name_or_path: str | os.PathLike[str],
@@ -48,24 +60,29 @@ def load_model(
     auto_class: Any = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Return a pretrained model whose weights take no memory until it is sharded. After that, each rank holds only its shard.
+    """Return a pretrained model whose weights take no memory until it is sharded.
 
-    The weights are read when Accelerate shards the model with FSDP2, in `trainer.train` or `accelerator.prepare`. Until then,
-    you can add adapters to the model, but you can neither run nor save it. The loaded values equal those of `from_pretrained`.
-    Without FSDP, this function only calls `from_pretrained`.
+    After that, each rank holds only its shard. The weights are read when Accelerate shards the
+    model with FSDP2, in `trainer.train` or `accelerator.prepare`. Until then, you can add adapters
+    to the model, but you can neither run nor save it. The loaded values equal those of
+    `from_pretrained`. Without FSDP, this function only calls `from_pretrained`.
 
-    Collective, with equal arguments on every rank. A rank needs memory only for its shard and for the weights in transfer.
+    Collective, with equal arguments on every rank. A rank needs memory only for its shard and for
+    the weights in transfer.
 
     Args:
-        name_or_path: a directory or a Hub id. Only rank 0 needs access to the directory, unless `source` is "direct" or
-            `trust_remote_code` is set.
-        source: with "rank0", only rank 0 reads weights. With "direct", every rank reads its own rows (dim 0) of each weight.
-        auto_class: the class on which you would call `from_pretrained`. The default is `AutoModelForCausalLM`.
+        name_or_path: a directory or a Hub id. Only rank 0 needs access to the directory, unless
+            `source` is "direct" or `trust_remote_code` is set.
+        source: with "rank0", only rank 0 reads weights. With "direct", every rank reads its own
+            rows (dim 0) of each weight.
+        auto_class: the class on which you would call `from_pretrained`. The default is
+            `AutoModelForCausalLM`.
         **kwargs: as in `from_pretrained`. `quantization_config` must be a 4-bit BitsAndBytesConfig.
 
     Raises:
-        LoadError: on every rank. This call raises it for FSDP1, a missing model or a checkpoint that does not fit. Later, it is
-            raised for an unreadable file, or a weight used or resized before loading (PiSSA, OLoRA, DoRA, new embeddings).
+        LoadError: on every rank. This call raises it for FSDP1, a missing model or a checkpoint
+            that does not fit. Later, it is raised for an unreadable file, or a weight used or
+            resized before loading (PiSSA, OLoRA, DoRA, new embeddings).
         PatchError: the installed version of Accelerate is not supported.
     """
     auto_class = auto_class or AutoModelForCausalLM
@@ -75,20 +92,44 @@ def load_model(
     patches.enable_cpu_ranks()
     patches.apply_for_loading()
     PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))  # starts the process group
-    dtype, packing = kwargs.pop("dtype", "auto"), kwargs.pop("quantization_config", None)
-    directory, config, rest, generation_config = describe_model(str(name_or_path), kwargs)
-    checkpoint = Checkpoint(directory, take_quantizer(config))
-    dtype = distributed.run_on_main(lambda: resolve_dtype(dtype, config, checkpoint))
-    model = build_on_meta(config, dtype, auto_class, rest)
-    model.generation_config = generation_config or getattr(model, "generation_config", None)
+    is_direct = source == "direct" or distributed.world_size() == 1  # one rank needs no sending
+    return prepare_model(str(name_or_path), auto_class, is_direct, kwargs)
+
+
+def prepare_model(
+    name_or_path: str,
+    auto_class: Any,
+    is_direct: bool,
+    kwargs: Arguments,
+) -> PreTrainedModel:
+    """Return a model of placeholders, with a loader of its weights. Collective."""
+    requested_dtype = kwargs.pop("dtype", "auto")
+    quantization_config = kwargs.pop("quantization_config", None)
+    found = describe_model(name_or_path, kwargs)
+    checkpoint = Checkpoint(found.directory, take_quantizer(found.config))
+    dtype = distributed.run_on_main(
+        lambda: resolve_dtype(requested_dtype, found.config, checkpoint)
+    )
+    model = build_on_meta(found.config, dtype, auto_class, found.building_arguments)
+    if found.generation_config is not None:
+        model.generation_config = found.generation_config
     entries, conversions = distributed.run_on_main(lambda: checkpoint.plan(model))
     if conversions is not None:
-        model._weight_conversions = conversions
-    if packing is not None:
-        pack_weights(model, replace_linears(model, packing, dtype), dtype)
+        model._weight_conversions = conversions  # type: ignore[assignment]  # has no declared type
+    layers: Layers = {}
+    if quantization_config is not None:
+        layers = pack_weights(model, quantization_config, dtype)
     insert_placeholders(model)
-    is_direct = source == "direct" or distributed.world_size() == 1  # one rank needs no sending
-    Loader(model, checkpoint, entries, is_direct)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    loader = Loader(
+        model,
+        checkpoint,
+        entries,
+        layers,
+        shapes,
+        is_direct,
+    )
+    loader.attach()
     return model
 
 
@@ -96,46 +137,46 @@ def check_fsdp_version() -> None:
     """Raise a LoadError if the launcher asks for FSDP1, which is Accelerate's default."""
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise LoadError(
-            "the Accelerate config asks for FSDP1, Accelerate's default. Set fsdp_version: 2 in its fsdp_config, or convert "
-            "the file with `accelerate to-fsdp2`."
+            "the Accelerate config asks for FSDP1, Accelerate's default. Set fsdp_version: 2 in "
+            "its fsdp_config, or convert the file with `accelerate to-fsdp2`."
         )
 
 
-def describe_model(
-    name_or_path: str, kwargs: dict[str, Any]
-) -> tuple[Path, PreTrainedConfig, dict[str, Any], Any]:
-    """Return a model's directory, its config, the remaining `kwargs` and its generation config. Collective.
+def describe_model(name_or_path: str, kwargs: Arguments) -> Description:
+    """Return the description of a model in a directory or on the Hub. Collective.
 
-    Rank 0 reads them for all ranks. With `trust_remote_code`, each rank reads them, because their classes cannot be sent.
+    Rank 0 reads the files for all ranks. With `trust_remote_code`, each rank reads them, because
+    their classes cannot be sent.
     """
 
-    def describe() -> tuple[Any, ...]:
+    def describe() -> Description:
         directory = find_directory(name_or_path, kwargs)
-        has_generation_config = (directory / "generation_config.json").is_file()
-        generation_config = (
-            GenerationConfig.from_pretrained(directory) if has_generation_config else None
-        )
-        return directory, *read_config(directory, kwargs), generation_config
+        generation_config = None
+        if (directory / "generation_config.json").is_file():
+            generation_config = GenerationConfig.from_pretrained(directory)
+        config, building_arguments = read_config(directory, kwargs)
+        return Description(directory, config, building_arguments, generation_config)
 
     if kwargs.get("trust_remote_code"):
-        distributed.run_on_main(
-            lambda: find_directory(name_or_path, kwargs)
-        )  # rank 0 downloads for all ranks
+        # Rank 0 downloads for all ranks.
+        distributed.run_on_main(lambda: find_directory(name_or_path, kwargs))
         with distributed.agreed():
-            found = describe()
+            description = describe()
     else:
-        found = distributed.run_on_main(describe)
-    found[1].name_or_path = name_or_path
-    return found
+        description = distributed.run_on_main(describe)
+    description.config.name_or_path = name_or_path
+    return description
 
 
-def find_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
+def find_directory(name_or_path: str, kwargs: Arguments) -> Path:
     """Return a model's local directory. If `name_or_path` is a Hub id, download the model first."""
     directory = Path(name_or_path)
     if not directory.is_dir():
-        hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         try:
-            directory = Path(snapshot_download(name_or_path, allow_patterns=HUB_PATTERNS, **hub))
+            directory = Path(
+                snapshot_download(name_or_path, allow_patterns=HUB_PATTERNS, **hub_arguments)
+            )
         except Exception as error:
             raise LoadError(
                 f"{name_or_path} is no directory and cannot be downloaded from the Hub: {error}"
@@ -143,8 +184,11 @@ def find_directory(name_or_path: str, kwargs: dict[str, Any]) -> Path:
     return directory / kwargs.get("subfolder", "")
 
 
-def read_config(directory: Path, kwargs: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """Return the config with overrides from `kwargs`, and the other `kwargs`. A config object in `kwargs` is used as is."""
+def read_config(directory: Path, kwargs: Arguments) -> tuple[PreTrainedConfig, Arguments]:
+    """Return the config with overrides from `kwargs`, and the other `kwargs`.
+
+    A config object in `kwargs` is used as is.
+    """
     rest = {
         name: value for name, value in kwargs.items() if name not in (*HUB_ARGUMENTS, "subfolder")
     }
@@ -158,43 +202,53 @@ def read_config(directory: Path, kwargs: dict[str, Any]) -> tuple[PreTrainedConf
 
 
 def take_quantizer(config: PreTrainedConfig) -> HfQuantizer | None:
-    """Remove the quantization from an FP8 or MXFP4 checkpoint's config. Return the quantizer that dequantizes the weights."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    """Remove the quantization from an FP8 or MXFP4 checkpoint's config.
+
+    Return the quantizer that dequantizes the weights, or None if they are not quantized.
+    """
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
         return None
-    found = found if isinstance(found, dict) else found.to_dict()
-    if found.get("quant_method") not in ("fp8", "mxfp4"):
+    if not isinstance(settings, dict):
+        settings = settings.to_dict()
+    method = settings.get("quant_method")
+    if method not in ("fp8", "mxfp4"):
         raise LoadError(
-            f"the checkpoint is already quantized with {found.get('quant_method')}. Load the unquantized model."
+            f"the checkpoint is already quantized with {method}. Load the unquantized model."
         )
     del config.quantization_config
-    return AutoHfQuantizer.from_config(
-        AutoQuantizationConfig.from_dict(found | {"dequantize": True}), pre_quantized=True
-    )
+    dequantizing = AutoQuantizationConfig.from_dict(settings | {"dequantize": True})
+    return AutoHfQuantizer.from_config(dequantizing, pre_quantized=True)
 
 
 def resolve_dtype(
-    dtype: str | torch.dtype | None, config: PreTrainedConfig, checkpoint: Checkpoint
+    dtype: str | torch.dtype | None,
+    config: PreTrainedConfig,
+    checkpoint: Checkpoint,
 ) -> torch.dtype:
     """Return the dtype that `from_pretrained` would choose for the model."""
     if dtype in (None, "auto"):
         return getattr(config, "dtype", None) or checkpoint.first_dtype()
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype):
         raise LoadError(
             f"dtype is {dtype!r}. Use auto, float32, bfloat16, float16 or a torch.dtype."
         )
-    return found
+    return resolved
 
 
 def build_on_meta(
-    config: PreTrainedConfig, dtype: torch.dtype, auto_class: Any, kwargs: dict[str, Any]
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    auto_class: Any,
+    kwargs: Arguments,
 ) -> PreTrainedModel:
     """Return a model with meta parameters and real buffers, in evaluation mode."""
     build = getattr(auto_class, "from_config", None)
     if build is None:  # `auto_class` is one model's class, which takes no trust_remote_code
         build = auto_class._from_config
-        kwargs = {name: value for name, value in kwargs.items() if name != "trust_remote_code"}
+        kwargs = kwargs.copy()
+        kwargs.pop("trust_remote_code", None)
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = build(config, dtype=dtype, **kwargs)
@@ -202,13 +256,13 @@ def build_on_meta(
         raise LoadError(f"the model cannot be built with these arguments: {error}") from error
     model.tie_weights()  # init_empty_weights unties the weights
     stored = model.state_dict().keys()
-    for pattern, kept_dtype in model._get_dtype_plan(
-        dtype
-    ).items():  # weights that the model class keeps in float32
+    # Some model classes keep some weights in float32.
+    for pattern, kept_dtype in model._get_dtype_plan(dtype).items():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in stored and re.search(pattern.replace("*", ".*"), name):
                 tensor.data = tensor.data.to(kept_dtype)
-    # Accelerate raises an error if `_no_split_modules` names a class of which the model has no module.
+    # Accelerate raises an error if `_no_split_modules` names a class of which the model has no
+    # module.
     model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(
         model._no_split_modules or ()
     )

@@ -3,22 +3,34 @@
 import contextlib
 from typing import Any
 
-WIDTH, NUM_LAYERS, NUM_HEADS, NUM_EXPERTS = 64, 2, 4, 4
-SIZES = {
-    ("hidden_size", "embed_dim", "n_embd", "d_model", "out_hidden_size", "projection_dim", "text_hidden_size"): WIDTH,
-    ("embedding_size", "q_lora_rank", "kv_lora_rank", "lm_head_hidden_size", "word_embed_proj_dim"): WIDTH,
-    ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "n_inner"): 2 * WIDTH,
-    ("mlp_hidden_size", "shared_intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"): 2 * WIDTH,
-    ("num_hidden_layers", "n_layer", "depth", "num_layers", "encoder_layers", "decoder_layers"): NUM_LAYERS,
-    ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads"): NUM_HEADS,
-    ("head_dim", "d_kv", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim"): WIDTH // NUM_HEADS,
-    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"): NUM_EXPERTS,
-    ("num_experts_per_tok", "n_group", "topk_group", "moe_topk", "moe_k"): 2,
-    ("vocab_size", "vocab_size_per_layer_input", "hidden_size_per_layer_input"): 128,
-    ("first_k_dense_replace", "n_shared_experts"): 1,
-    ("num_kv_shared_layers",): 0,
-}  # fmt: skip
-
+WIDTH = 64
+NUM_LAYERS = 2
+NUM_HEADS = 4
+NUM_EXPERTS = 4
+# The fields of configs, by the value that each of them gets.
+FIELDS_BY_SIZE = [
+    (
+        WIDTH,
+        "hidden_size embed_dim n_embd d_model out_hidden_size projection_dim text_hidden_size "
+        "embedding_size q_lora_rank kv_lora_rank lm_head_hidden_size word_embed_proj_dim",
+    ),
+    (
+        2 * WIDTH,
+        "intermediate_size moe_intermediate_size shared_expert_intermediate_size ffn_dim n_inner "
+        "mlp_hidden_size shared_intermediate_size d_ff encoder_ffn_dim decoder_ffn_dim",
+    ),
+    (NUM_LAYERS, "num_hidden_layers n_layer depth num_layers encoder_layers decoder_layers"),
+    (
+        NUM_HEADS,
+        "num_attention_heads n_head num_heads encoder_attention_heads decoder_attention_heads",
+    ),
+    (WIDTH // NUM_HEADS, "head_dim d_kv v_head_dim qk_rope_head_dim qk_nope_head_dim"),
+    (NUM_EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+    (2, "num_experts_per_tok n_group topk_group moe_topk moe_k"),
+    (128, "vocab_size vocab_size_per_layer_input hidden_size_per_layer_input"),
+    (1, "first_k_dense_replace n_shared_experts"),
+    (0, "num_kv_shared_layers"),
+]
 
 CLASSES = (
     "AutoModelForCausalLM",
@@ -28,9 +40,12 @@ CLASSES = (
 MAX_PARAMETERS = 40_000_000
 # Errors of architectures that cannot be sharded, loaded or exported, and why.
 LIMITS = {
-    "is tied to another weight": "Accelerate shards the two weights apart: encoders used as decoders, T5 and BART classifiers",
-    "Invariant encountered": "Accelerate shards embeddings that _no_split_modules names twice; name the layer class",
-    "`get_input_embeddings` not auto": "Accelerate asks for the input embeddings, and the class does not name them",
+    "is tied to another weight": "Accelerate shards the two weights apart: encoders used as "
+    "decoders, T5 and BART classifiers",
+    "Invariant encountered": "Accelerate shards embeddings that _no_split_modules names twice; "
+    "name the layer class",
+    "`get_input_embeddings` not auto": "Accelerate asks for the input embeddings, and the class "
+    "does not name them",
     "does not fit Gemma3For": "shieldgemma2: transformers saves other names than it reads",
     "from several layers": "kimi_k25: transformers stacks weights of several layers",
     "cannot be called on meta tensors": "ibert: its constructor computes with weights",
@@ -45,7 +60,7 @@ def model_types(auto_class: str) -> list[str]:
 
 def shrink(config: Any) -> Any:
     """Make a config small, with the configs of its towers."""
-    sizes = {name: size for names, size in SIZES.items() for name in names}
+    sizes = {name: size for size, names in FIELDS_BY_SIZE for name in names.split()}
     sizes |= {
         "num_key_value_heads": NUM_HEADS // 2,
         "pad_token_id": 0,
@@ -53,9 +68,8 @@ def shrink(config: Any) -> Any:
         "eos_token_id": 2,
     }
     for name, size in sizes.items():
-        with contextlib.suppress(
-            Exception
-        ):  # computed from other fields, or different in each layer
+        # Some fields are computed from other fields, or differ in each layer.
+        with contextlib.suppress(Exception):
             if isinstance(getattr(config, name), int | None):
                 setattr(config, name, size)
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):

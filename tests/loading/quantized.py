@@ -1,4 +1,7 @@
-"""Tiny checkpoints in FP8 and MXFP4, in the layouts of published models, and the weights that transformers reads from them."""
+"""Tiny checkpoints in FP8 and MXFP4, in the layouts of published models.
+
+Also the weights that transformers reads from them.
+"""
 
 import json
 from pathlib import Path
@@ -34,15 +37,32 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], torch.dtype]] = {
         torch.bfloat16,
     ),
     "qwen3_moe": (
-        {"model_type": "qwen3_moe", "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 2},
+        {
+            "model_type": "qwen3_moe",
+            "head_dim": 8,
+            "moe_intermediate_size": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+        },
         FP8,
         torch.bfloat16,
     ),
     "deepseek_v3": (
         {
-            "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8,
-            "qk_rope_head_dim": 16, "qk_nope_head_dim": 8, "head_dim": 16, "moe_intermediate_size": 16,
-            "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "v_head_dim": 8,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 8,
+            "head_dim": 16,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
             "first_k_dense_replace": 1,
         },
         FP8 | {"scale_fmt": "ue8m0"},
@@ -54,16 +74,25 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], torch.dtype]] = {
         torch.bfloat16,
     ),
     "gpt_oss": (
-        {"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_local_experts": 4,
-         "num_experts_per_tok": 2},
+        {
+            "model_type": "gpt_oss",
+            "hidden_size": 64,
+            "intermediate_size": 32,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
         MXFP4,
         torch.uint8,
     ),
-}  # fmt: skip
+}
 
 
 def make(directory: Path, kind: str, **fields: Any) -> Path:
-    """Write a checkpoint with random weights and quantized projections in the layers; `fields` change its config."""
+    """Write a checkpoint with random weights and quantized projections in the layers.
+
+    `fields` change its config.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tests.conftest import make_tokenizer
@@ -74,11 +103,12 @@ def make(directory: Path, kind: str, **fields: Any) -> Path:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     make_tokenizer(directory)
     tensors = load_file(directory / "model.safetensors")
-    for name in [
+    projections = [
         name
         for name in tensors
         if ".layers." in name and "proj" in name and not name.endswith("bias")
-    ]:
+    ]
+    for name in projections:
         if name.removesuffix(".weight") not in (quantization.get("modules_to_not_convert") or ()):
             weight = tensors.pop(name)
             if scale_dtype is torch.uint8:
@@ -96,9 +126,9 @@ def make(directory: Path, kind: str, **fields: Any) -> Path:
 def fp8(
     name: str, shape: torch.Size, block: list[int] | None, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    grid = (
-        [] if block is None else [-(-size // part) for size, part in zip(shape, block, strict=True)]
-    )
+    grid = []
+    if block is not None:
+        grid = [-(-size // part) for size, part in zip(shape, block, strict=True)]
     packed = torch.randn(shape).to(torch.float8_e4m3fn)
     return {name: packed, f"{name}_scale_inv": (torch.rand(grid) * 0.05 + 0.001).to(dtype)}
 
@@ -127,9 +157,8 @@ def stock_state(directory: Path, dtype: str = "auto") -> dict[str, torch.Tensor]
     """Return the weights that transformers dequantizes."""
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-    method = json.loads((directory / "config.json").read_text())["quantization_config"][
-        "quant_method"
-    ]
+    model_config = json.loads((directory / "config.json").read_text())
+    method = model_config["quantization_config"]["quant_method"]
     config = (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, quantization_config=config)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}

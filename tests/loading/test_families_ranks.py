@@ -1,4 +1,7 @@
-"""Every architecture of transformers that can be made small loads as by from_pretrained and exports as by save_pretrained."""
+"""Every architecture of transformers that can be made small loads as by from_pretrained.
+
+It also exports as by save_pretrained.
+"""
 
 import shutil
 
@@ -13,7 +16,10 @@ PER_RUN = 16
 
 
 def _round_trips(auto_class, types, folder):
-    """Return, for each type, why its round trip fails, or None. Types that transformers cannot make small are left out."""
+    """Return, for each type, why its round trip fails, or None.
+
+    Types that transformers cannot make small are left out.
+    """
     from accelerate.state import AcceleratorState, PartialState
 
     from hf_fsdp_recipes import distributed, patches
@@ -21,9 +27,8 @@ def _round_trips(auto_class, types, folder):
     patches.enable_cpu_ranks()
     results = {}
     for model_type in types:
-        AcceleratorState._reset_state(
-            reset_partial_state=True
-        )  # it keeps the layer classes of the model before
+        # It keeps the layer classes of the model before.
+        AcceleratorState._reset_state(reset_partial_state=True)
         PartialState(cpu=True)
         try:
             state = distributed.run_on_main(lambda name=model_type: _make(auto_class, name, folder))
@@ -41,10 +46,8 @@ def _make(auto_class, model_type, folder):
     """Save a model, and the same model loaded by transformers; return its class and values."""
     shutil.rmtree(folder, ignore_errors=True)
     with torch.device("meta"):
-        assert (
-            sum(parameter.numel() for parameter in build(auto_class, model_type).parameters())
-            < MAX_PARAMETERS
-        )
+        parameters = build(auto_class, model_type).parameters()
+        assert sum(parameter.numel() for parameter in parameters) < MAX_PARAMETERS
     model = build(auto_class, model_type)
     model.save_pretrained(folder / "source")
     stock = type(model).from_pretrained(folder / "source")

@@ -1,4 +1,7 @@
-"""`load_model` on ranks: weights and losses are those of from_pretrained, and every error is one error on all ranks."""
+"""`load_model` on ranks: weights and losses are those of from_pretrained.
+
+Every error is one error on all ranks.
+"""
 
 import json
 import os
@@ -140,13 +143,21 @@ def test_lora_is_equal_with_nothing_patched_in_peft(lora, tiny_model, text_file,
     _compare(tiny_model(kind, "bfloat16"), text_file, tmp_path, lora=lora)
 
 
-@pytest.mark.parametrize("source", ["rank0", pytest.param("direct", marks=pytest.mark.slow)])
-def test_4bit_weights_are_equal(source, tiny_model, text_file, tmp_path):
+@pytest.mark.parametrize(
+    ("source", "fsdp"),
+    [
+        ("rank0", {}),
+        pytest.param("direct", {}, marks=pytest.mark.slow),
+        pytest.param("rank0", {"fsdp_activation_checkpointing": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_4bit_weights_are_equal(source, fsdp, tiny_model, text_file, tmp_path):
     _compare(
         tiny_model("llama_wide", "bfloat16"),
         text_file,
         tmp_path,
         source,
+        fsdp=fsdp,
         lora=LORA,
         quantization=NF4,
     )
@@ -155,12 +166,10 @@ def test_4bit_weights_are_equal(source, tiny_model, text_file, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_of_a_weight_are_quantized_as_the_whole_weight(dtype):
     options = {"quant_type": "nf4", "quant_storage": dtype, "compress_statistics": True}
-    module = SimpleNamespace(
-        source_cls=torch.nn.Linear, unpacked_dtype=torch.bfloat16, quant_options=options
-    )
+    module = SimpleNamespace(source_cls=torch.nn.Linear)
     weight = torch.randn(300, 512, dtype=torch.bfloat16)
     packed, state = quantize_4bit(weight, **options)
-    layer = bnb_4bit.Layer(module)
+    layer = bnb_4bit.Layer(module, torch.bfloat16, options)
     assert weight.numel() > 2 * bnb_4bit.PIECE_SIZE
     with ThreadPoolExecutor(4) as pool:  # as many as read weights
         for own_packed in pool.map(layer.quantize, [weight] * 8):
@@ -505,8 +514,17 @@ def _train_dpo(directory, data, output, is_sharded):
     from hf_fsdp_recipes import load_model, patches
 
     patches.enable_cpu_ranks()
-    args = DPOConfig(output_dir=str(output), max_steps=3, logging_steps=1, learning_rate=1e-2, bf16=False, use_cpu=True,
-                     save_strategy="no", report_to="none", per_device_train_batch_size=1)  # fmt: skip
+    args = DPOConfig(
+        output_dir=str(output),
+        max_steps=3,
+        logging_steps=1,
+        learning_rate=1e-2,
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        per_device_train_batch_size=1,
+    )
     load = load_model if is_sharded else AutoModelForCausalLM.from_pretrained
     model, reference = (load(directory, dtype="float32") for _ in range(2))
     if is_sharded:  # Accelerate shards a model only together with an optimizer
