@@ -1,16 +1,19 @@
-"""The directory of an export. It has a temporary name until all files are written. Then it gets the first free name."""
+"""The directory of an export.
+
+It has a temporary name until all files are written. Then it gets the first free name.
+"""
 
 import copy
-import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from huggingface_hub import StateDictSplit
+from peft import PeftModel
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -18,10 +21,20 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import sync
 
 
+class Processor(Protocol):
+    """A tokenizer, a feature extractor or another processor that is saved next to the weights."""
+
+    def save_pretrained(self, directory: Path, /) -> object:
+        """Write the processor's files."""
+
+
 def create(output_dir: Path, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a temporary directory. Rename the directory to the first free name, and return its path. Collective.
+    """Let `write` fill a temporary directory. Rename it to the first free name. Collective.
 
     If `write` fails, its error is raised and the temporary directory is deleted.
+
+    Returns:
+        The path of the renamed directory.
     """
     temporary = output_dir.with_name(f".{output_dir.name}-tmp")
     try:
@@ -40,31 +53,35 @@ def _start(temporary: Path) -> None:
 
 
 def _finish(temporary: Path, output_dir: Path) -> Path:
-    for path in (*temporary.rglob("*"), temporary):
+    for path in temporary.rglob("*"):
         sync(path)
-    numbered = (
-        output_dir.with_name(f"{output_dir.name}-{number}") for number in itertools.count(1)
-    )
-    final = next(
-        path for path in itertools.chain([output_dir], numbered) if not os.path.lexists(path)
-    )
+    sync(temporary)
+    final = output_dir
+    number = 0
+    while os.path.lexists(final):
+        number += 1
+        final = output_dir.with_name(f"{output_dir.name}-{number}")
     temporary.rename(final)
     sync(final.parent)
     return final
 
 
 def write_configs(
-    directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = None
+    directory: Path,
+    model: PreTrainedModel,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write the configs that `save_pretrained` writes next to the weights. Rank 0 only.
 
     `dtype` is the dtype of the weight files. If it is None, the config's `dtype` stays as it is.
     """
     config = copy.deepcopy(model.config)
-    config.dtype = config.dtype if dtype is None else str(dtype).removeprefix("torch.")
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     if model.is_remote_code():
-        custom_object_save(model, directory, config=config)
+        # transformers itself passes a config; its annotation says dict.
+        custom_object_save(model, directory, config=config)  # type: ignore[arg-type]
     config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
@@ -72,17 +89,27 @@ def write_configs(
 
 def write_index(directory: Path, model: PreTrainedModel, split: StateDictSplit) -> None:
     """Write the index, which names the file of each tensor. Rank 0 only."""
-    metadata = {"total_parameters": model.num_parameters(), **split.metadata}
-    index = json.dumps(
-        {"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True
-    )
-    (directory / "model.safetensors.index.json").write_text(index + "\n")
+    index = {
+        "metadata": {"total_parameters": model.num_parameters(), **split.metadata},
+        "weight_map": split.tensor_to_filename,
+    }
+    text = json.dumps(index, indent=2, sort_keys=True)
+    (directory / "model.safetensors.index.json").write_text(text + "\n")
 
 
-def write_description(directory: Path, model: torch.nn.Module, processor: Any) -> None:
-    """Write the config and the tokenizer, which `export_checkpoint` needs in addition to the weights. Rank 0 only."""
+def write_description(
+    directory: Path,
+    model: torch.nn.Module,
+    processor: Processor | None,
+) -> None:
+    """Write the config and the tokenizer. Rank 0 only.
+
+    `export_checkpoint` needs them in addition to the weights.
+    """
     if hasattr(model, "peft_config"):
-        model.peft_config[model.active_adapter].save_pretrained(os.fspath(directory))
+        adapted = cast(PeftModel, model)
+        config = adapted.peft_config[adapted.active_adapter]
+        config.save_pretrained(os.fspath(directory))
     elif isinstance(model, PreTrainedModel):
         write_configs(directory, model)
     if processor is not None:
