@@ -19,6 +19,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import sync
+from hf_fsdp_recipes.export.files import PathLike
 
 
 class Processor(Protocol):
@@ -28,7 +29,7 @@ class Processor(Protocol):
         """Write the processor's files."""
 
 
-def create(output_dir: Path, write: Callable[[Path], None]) -> Path:
+def create(output_dir: PathLike, write: Callable[[Path], None]) -> Path:
     """Let `write` fill a temporary directory. Rename it to the first free name. Collective.
 
     If `write` fails, its error is raised and the temporary directory is deleted.
@@ -36,11 +37,12 @@ def create(output_dir: Path, write: Callable[[Path], None]) -> Path:
     Returns:
         The path of the renamed directory.
     """
-    temporary = output_dir.with_name(f".{output_dir.name}-tmp")
+    wanted = Path(output_dir)
+    temporary = wanted.with_name(f".{wanted.name}-tmp")
     try:
         distributed.run_on_main(lambda: _start(temporary))
         write(temporary)
-        return distributed.run_on_main(lambda: _finish(temporary, output_dir))
+        return distributed.run_on_main(lambda: _finish(temporary, wanted))
     except BaseException:
         if distributed.is_main():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -52,15 +54,15 @@ def _start(temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _finish(temporary: Path, output_dir: Path) -> Path:
+def _finish(temporary: Path, wanted: Path) -> Path:
     for path in temporary.rglob("*"):
         sync(path)
     sync(temporary)
-    final = output_dir
+    final = wanted
     number = 0
     while os.path.lexists(final):
         number += 1
-        final = output_dir.with_name(f"{output_dir.name}-{number}")
+        final = wanted.with_name(f"{wanted.name}-{number}")
     temporary.rename(final)
     sync(final.parent)
     return final

@@ -8,9 +8,9 @@ their shards to the rank that writes the file with this parameter.
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeGuard, cast
+from typing import cast
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -23,15 +23,14 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import list_checkpoints
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export import directory, merge, shells, sources
-from hf_fsdp_recipes.export.files import check_finite
+from hf_fsdp_recipes.export.files import PathLike, check_finite
 from hf_fsdp_recipes.export.ranks import write_files
-from hf_fsdp_recipes.export.sources import Source, on_meta
+from hf_fsdp_recipes.export.sources import Sources, on_meta
 from hf_fsdp_recipes.export.steps import Plan, copy_step, plan_in_file_format
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 
 # Accelerate's name for the folder of sharded weights in a checkpoint.
 MODEL_FOLDER = "pytorch_model_fsdp_0"
-PathLike = str | os.PathLike[str]
 
 
 def export_model(
@@ -64,23 +63,26 @@ def export_model(
     Raises:
         ExportError: on every rank. The model cannot be exported, and no files are left behind.
     """
-    target = Path(output_dir)
     parsed_dtype = parse_dtype(dtype)
-    save_tokenizer = functools.partial(_save_tokenizer, tokenizer)
-    if not _has_adapter(model):
+
+    def save_tokenizer(target: Path) -> None:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
+
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        adapted = cast(PeftModel, model)
+        held = sources.from_model(model)
+        if not merge_adapter:
+            return _export_adapter(adapted, held, output_dir, parsed_dtype, save_tokenizer)
+        with distributed.agreed():
+            shell, plan = _plan_merged(adapted, held, parsed_dtype)
+    else:
+        whole = cast(PreTrainedModel, model)
         held = sources.from_model(model, parsed_dtype)
         with distributed.agreed():
-            whole = cast(PreTrainedModel, model)
             shell = shells.copy_on_meta(whole)
             plan = _plan_full(shell, whole, held, parsed_dtype)
-    elif merge_adapter:
-        held = sources.from_model(model)
-        with distributed.agreed():
-            shell, plan = _plan_merged(model, held, parsed_dtype)
-    else:
-        held = sources.from_model(model)
-        return _export_adapter(model, held, target, parsed_dtype, save_tokenizer)
-    return _export_weights(plan, shell, target, max_shard_size, save_tokenizer)
+    return _export_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
 
 
 def export_checkpoint(
@@ -115,27 +117,27 @@ def export_checkpoint(
             written. Nothing is left behind.
     """
     checkpoint = Path(checkpoint_dir)
-    target = Path(output_dir)
     parsed_dtype = parse_dtype(dtype)
     held, config = _open_checkpoint(checkpoint)
-    name = base_model or (checkpoint if config is None else config.base_model_name_or_path)
-    shell = shells.load_on_meta(name)
-    save_tokenizer = functools.partial(_save_tokenizer_of, [checkpoint, name])
+    own_base = checkpoint if config is None else str(config.base_model_name_or_path)
+    base = base_model or own_base
+    shell = shells.load_on_meta(base)
+    save_tokenizer = functools.partial(_save_tokenizer_of, [checkpoint, base])
     if config is None:
         plan = _plan_full(shell, shell, held, parsed_dtype)
     else:
         adapted, base_names = shells.adapt(shell, config, "default")
-        stored = shells.match_adapter(adapted, adapted.state_dict(), "default")
-        differing = sorted(stored.keys() ^ held.keys())
+        names = shells.match_adapter(adapted, adapted.state_dict())
+        differing = sorted(names.keys() ^ held.keys())[:3]
         if differing:
             raise ExportError(
-                f"{checkpoint} does not fit its adapter_config.json and {name}: {differing[:3]}."
+                f"{checkpoint} does not fit its adapter_config.json and {base}: {differing}."
             )
-        adapter = {stored[key]: source for key, source in held.items()}
+        held = {names[key]: source for key, source in held.items()}
         if not merge_adapter:
-            return _export_adapter(adapted, adapter, target, parsed_dtype, save_tokenizer)
-        plan = merge.plan_merge_into_files(shell, adapted, base_names, adapter, name, parsed_dtype)
-    return _export_weights(plan, shell, target, max_shard_size, save_tokenizer)
+            return _export_adapter(adapted, held, output_dir, parsed_dtype, save_tokenizer)
+        plan = merge.plan_merge_into_files(shell, adapted, base_names, held, base, parsed_dtype)
+    return _export_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -153,16 +155,6 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return parsed
 
 
-def _has_adapter(model: torch.nn.Module) -> TypeGuard[PeftModel]:
-    """Return whether this is a PeftModel, or what torch.compile makes of one."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase | None, target: Path) -> None:
-    if tokenizer is not None:
-        tokenizer.save_pretrained(target)
-
-
 def _save_tokenizer_of(names: list[PathLike], target: Path) -> None:
     """Save the tokenizer of the first directory or Hub id that has one."""
     for name in names:
@@ -171,11 +163,12 @@ def _save_tokenizer_of(names: list[PathLike], target: Path) -> None:
             return
 
 
-def _open_checkpoint(checkpoint: Path) -> tuple[dict[str, Source], PeftConfig | None]:
+def _open_checkpoint(checkpoint: Path) -> tuple[Sources, PeftConfig | None]:
     """Return the tensors of a checkpoint or of an adapter, and the adapter's config."""
     if not checkpoint.is_dir():
         raise ExportError(
-            f"{checkpoint} is no directory. `hf-fsdp checkpoints {checkpoint.parent}` lists a run's."
+            f"{checkpoint} is no directory. "
+            f"`hf-fsdp checkpoints {checkpoint.parent}` lists a run's."
         )
     checkpoints = list_checkpoints(checkpoint)
     if checkpoints:
@@ -183,10 +176,11 @@ def _open_checkpoint(checkpoint: Path) -> tuple[dict[str, Source], PeftConfig | 
             f"{checkpoint} is the directory of a run. "
             f"Export one of its checkpoints, such as {checkpoints[0]}."
         )
-    for folder in (checkpoint / MODEL_FOLDER, checkpoint):
-        if (folder / ".metadata").is_file():
-            held = sources.from_checkpoint(folder)
-            break
+    sharded = checkpoint / MODEL_FOLDER
+    if (sharded / ".metadata").is_file():
+        held = sources.from_checkpoint(sharded)
+    elif (checkpoint / ".metadata").is_file():
+        held = sources.from_checkpoint(checkpoint)
     else:
         held = sources.from_files(Checkpoint(checkpoint))
     if (checkpoint / "adapter_config.json").is_file():
@@ -201,7 +195,7 @@ def _open_checkpoint(checkpoint: Path) -> tuple[dict[str, Source], PeftConfig | 
 def _plan_full(
     shell: PreTrainedModel,
     owner: PreTrainedModel,
-    held: Mapping[str, Source],
+    held: Sources,
     dtype: torch.dtype | None,
 ) -> Plan:
     """Return a plan that writes all weights of a model.
@@ -209,20 +203,25 @@ def _plan_full(
     `owner` knows which weights are tied, and may be `shell` itself.
     """
     ignored = set(shell._keys_to_ignore_on_save or ())
-    state = {name: value for name, value in shell.state_dict().items() if name not in ignored}
-    kept = remove_tied_weights_from_state_dict(dict(state), owner)
-    wrong = [name for name in kept if name not in held or held[name].meta.shape != kept[name].shape]
+    state = shell.state_dict()
+    written = {name: value for name, value in state.items() if name not in ignored}
+    kept = remove_tied_weights_from_state_dict(written, owner)
+    wrong = [
+        name
+        for name, value in kept.items()
+        if name not in held or held[name].meta.shape != value.shape
+    ]
     wrong += sorted(held.keys() - state.keys() - ignored)
     if wrong:
         raise ExportError(
             f"the weights do not fit the config of {type(shell).__name__}: {wrong[:3]}."
         )
-    steps = [copy_step(name, on_meta(held[name].meta, dtype), name) for name in kept]
-    return plan_in_file_format(shell, kept, steps, held)
+    steps = [copy_step(name, name, held[name], dtype) for name in kept]
+    return plan_in_file_format(shell, steps, held)
 
 
 def _plan_merged(
-    model: PeftModel, held: Mapping[str, Source], dtype: torch.dtype | None
+    model: PeftModel, held: Sources, dtype: torch.dtype | None
 ) -> tuple[PreTrainedModel, Plan]:
     """Return the base model's shell, and a plan that merges the active adapter into the base."""
     base = cast(PreTrainedModel, model.get_base_model())
@@ -231,23 +230,22 @@ def _plan_merged(
     adapted, base_names = shells.adapt(shell, model.peft_config[adapter], adapter)
     if getattr(base, "quantization_method", None) is None:
         return shell, merge.plan_merge(shell, adapted, base_names, held, dtype)
-    name = base.config.name_or_path
+    name = str(base.config.name_or_path)
     return shell, merge.plan_merge_into_files(shell, adapted, base_names, held, name, dtype)
 
 
 def _export_adapter(
     model: PeftModel,
-    held: Mapping[str, Source],
-    output_dir: Path,
+    held: Sources,
+    output_dir: PathLike,
     dtype: torch.dtype | None,
     save_tokenizer: Callable[[Path], None],
 ) -> Path:
     """Gather the adapter on rank 0, which writes it with PEFT's `save_pretrained`. Collective."""
-    adapter = model.active_adapter
     is_main = distributed.is_main()
     with distributed.agreed():
         metas = {name: source.meta for name, source in held.items()}
-        stored = shells.match_adapter(model, metas, adapter)
+        stored = shells.match_adapter(model, metas)
     names = distributed.from_main(sorted(set(stored.values())))
 
     def write(target: Path) -> None:
@@ -263,8 +261,11 @@ def _export_adapter(
             if is_main:
                 for name, tensor in state.items():
                     check_finite(name, tensor)
-                folder = os.fspath(target)
-                model.save_pretrained(folder, state_dict=state, selected_adapters=[adapter])
+                model.save_pretrained(
+                    os.fspath(target),
+                    state_dict=state,
+                    selected_adapters=[model.active_adapter],
+                )
                 save_tokenizer(target)
 
     return directory.create(output_dir, write)
@@ -273,7 +274,7 @@ def _export_adapter(
 def _export_weights(
     plan: Plan,
     shell: PreTrainedModel,
-    output_dir: Path,
+    output_dir: PathLike,
     max_shard_size: int | str,
     save_tokenizer: Callable[[Path], None],
 ) -> Path:

@@ -3,10 +3,8 @@
 import contextlib
 import json
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,11 +14,10 @@ from transformers.modeling_utils import str_to_torch_dtype
 from hf_fsdp_recipes.checkpointing.writer import is_finite
 from hf_fsdp_recipes.errors import ExportError, describe
 
+PathLike = str | os.PathLike[str]
 Tensors = dict[str, torch.Tensor]
 
 DTYPES = {**str_to_torch_dtype, "C64": torch.complex64}  # {name in safetensors files: dtype}
-# Maximum number of export steps that wait or are written while the next step is gathered.
-IN_FLIGHT = 1
 
 
 def make_header(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
@@ -42,7 +39,8 @@ def make_header(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
             "data_offsets": [offsets[name], end],
         }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    padding = -len(text) % 8
+    text += b" " * padding
     header = len(text).to_bytes(8, "little") + text
     positions = {name: len(header) + offset for name, offset in offsets.items()}
     return header, positions
@@ -52,12 +50,6 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
     """Raise an ExportError if a tensor contains NaN or infinity."""
     if not is_finite(tensor):
         raise ExportError(f"{name} contains NaN or infinity, so nothing was exported.")
-
-
-@dataclass
-class _OpenFile:
-    stream: BinaryIO
-    missing: dict[str, int]  # the tensors that are not written yet, and their positions
 
 
 class FileWriter:
@@ -75,26 +67,30 @@ class FileWriter:
         self._files = files
         # {tensor that is not written yet: its file}
         self._left = {name: file for file, tensors in files.items() for name in tensors}
-        self._open: dict[str, _OpenFile] = {}
+        # Of the files that are begun but not complete.
+        self._streams: dict[str, BinaryIO] = {}
+        self._positions: dict[str, dict[str, int]] = {}  # without the tensors that are written
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._pending: deque[Future[None]] = deque()
+        self._previous: Future[None] | None = None
         self._error: Exception | None = None
 
     def submit(self, compute: Callable[[], Tensors]) -> None:
         """In the background, call `compute()` and write its tensors of this rank's files.
 
-        If more than `IN_FLIGHT` calls are unfinished, wait for the oldest one.
+        If the previous call is unfinished, wait for it. So only one step waits or is written while
+        the next step is gathered.
         """
-        self._pending.append(self._thread.submit(self._compute_and_write, compute))
-        while len(self._pending) > IN_FLIGHT:
-            self._pending.popleft().result()
+        submitted = self._thread.submit(self._compute_and_write, compute)
+        if self._previous is not None:
+            self._previous.result()
+        self._previous = submitted
 
     def close(self) -> None:
         """Wait until all files are on disk. If there was an error, raise the first one."""
         self._thread.shutdown()
-        for unfinished in self._open.values():
+        for stream in self._streams.values():
             with self.recording_errors():
-                unfinished.stream.close()
+                stream.close()
         if self._error is not None:
             raise self._error
         if self._left:
@@ -132,23 +128,27 @@ class FileWriter:
             )
         tensor = tensor.to(planned.dtype)
         check_finite(name, tensor)
-        opened = self._open.get(file) or self._start(file)
-        stream = opened.stream
-        position = opened.missing.pop(name)
+        if file not in self._streams:
+            self._begin(file)
+        stream = self._streams[file]
+        position = self._positions[file].pop(name)
         values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         stream.seek(position)
         stream.write(values)
         stream.flush()
         # The kernel starts to write to the disk now, while the next parameter is gathered.
-        os.posix_fadvise(stream.fileno(), position, values.nbytes, os.POSIX_FADV_DONTNEED)
-        if not opened.missing:
+        os.posix_fadvise(
+            stream.fileno(),
+            position,
+            values.nbytes,
+            os.POSIX_FADV_DONTNEED,
+        )
+        if not self._positions[file]:
             os.fsync(stream.fileno())
-            del self._open[file]
+            del self._streams[file]
             stream.close()
 
-    def _start(self, file: str) -> _OpenFile:
-        header, positions = make_header(self._files[file])
-        opened = _OpenFile((self._directory / file).open("wb"), positions)
-        self._open[file] = opened  # before anything is written, so that `close` closes it
-        opened.stream.write(header)
-        return opened
+    def _begin(self, file: str) -> None:
+        header, self._positions[file] = make_header(self._files[file])
+        self._streams[file] = (self._directory / file).open("wb")
+        self._streams[file].write(header)

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.export.files import Tensors
-from hf_fsdp_recipes.export.sources import Source, from_files, on_meta
+from hf_fsdp_recipes.export.files import PathLike, Tensors
+from hf_fsdp_recipes.export.sources import Sources, from_files, on_meta
 from hf_fsdp_recipes.export.steps import (
     Plan,
     Step,
@@ -38,7 +38,7 @@ def plan_merge(
     model: PreTrainedModel,
     adapted: PeftModel,
     base_names: Mapping[str, str],
-    sources: Mapping[str, Source],
+    sources: Sources,
     dtype: torch.dtype | None,
 ) -> Plan:
     """Return a plan that merges an adapter into the base weights it was trained on.
@@ -49,19 +49,18 @@ def plan_merge(
     steps = {name: step for step in merge_steps for name in step.outputs}
     for key, name in base_names.items():
         if name not in steps:
-            steps[name] = copy_step(name, on_meta(sources[key].meta, dtype), key)
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    names = [name for name in model.state_dict() if name in steps and name not in tied]
-    used_steps = list(dict.fromkeys(steps[name] for name in names))
-    return plan_in_file_format(model, names, used_steps, sources)
+            steps[name] = copy_step(name, key, sources[key], dtype)
+    tied = model.all_tied_weights_keys
+    ordered = [steps[name] for name in model.state_dict() if name in steps and name not in tied]
+    return plan_in_file_format(model, list(dict.fromkeys(ordered)), sources)
 
 
 def plan_merge_into_files(
     model: PreTrainedModel,
     adapted: PeftModel,
     base_names: Mapping[str, str],
-    adapter: Mapping[str, Source],
-    base: str | os.PathLike[str],
+    adapter: Sources,
+    base: PathLike,
     dtype: torch.dtype | None,
 ) -> Plan:
     """Return a plan that merges an adapter into the weights of `base`, a directory or Hub id.
@@ -81,27 +80,22 @@ def plan_merge_into_files(
     checkpoint = Checkpoint(directory)
     files = from_files(checkpoint)
     stored = checkpoint.match(model)
-    sources = dict(adapter)
-    for key, name in base_names.items():
-        if name in stored:
-            sources[key] = files[stored[name]]
+    bases = {key: files[stored[name]] for key, name in base_names.items() if name in stored}
+    sources = {**adapter, **bases, **files}
     merge_steps = _merge_steps(model, adapted, sources, dtype)
     steps = [rename_outputs(step, stored) for step in merge_steps]
     merged = outputs_of(steps)
-    outputs = {}
-    for name, source in files.items():
-        if name in merged:
-            outputs[name] = merged[name]
-        else:
-            outputs[name] = on_meta(source.meta, dtype)
-            steps.append(copy_step(name, outputs[name], name))
-    return Plan(steps, {**sources, **files}, outputs)
+    steps += [
+        copy_step(name, name, source, dtype) for name, source in files.items() if name not in merged
+    ]
+    outputs = outputs_of(steps)
+    return Plan(steps, sources, {name: outputs[name] for name in files})
 
 
 def _merge_steps(
     model: PreTrainedModel,
     adapted: PeftModel,
-    sources: Mapping[str, Source],
+    sources: Sources,
     dtype: torch.dtype | None,
 ) -> list[Step]:
     """Return one step for each layer that the adapter changes.
@@ -118,11 +112,10 @@ def _merge_steps(
                     f"{key} is not one tensor of the base model. If its files hold it in several "
                     "tensors, such as experts, merge in training, with export_model."
                 )
-            metas[key] = sources[key].meta
+            metas[name] = sources[key].meta
         steps.append(_merge_step(path, layer, metas, dtype))
     merged = outputs_of(steps)
-    all_tied = getattr(model, "all_tied_weights_keys", None) or {}
-    for name, tied in all_tied.items():
+    for name, tied in model.all_tied_weights_keys.items():
         if name in merged or tied in merged:
             raise ExportError(
                 f"{name} and {tied} are tied, and the adapter changes one. "
@@ -146,10 +139,10 @@ def _find_layers(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
 
 
 def _merge_step(path: str, layer: nn.Module, metas: Tensors, dtype: torch.dtype | None) -> Step:
+    """Return the step of one layer. `metas` is the layer's state dict on meta."""
     prefix = f"{PREFIX}{path}."
 
-    def merge(tensors: Tensors) -> Tensors:
-        state = {name.removeprefix(prefix): value for name, value in tensors.items()}
+    def merge(state: Tensors) -> Tensors:
         merged = _merge(copy.deepcopy(layer), state)
         return {f"{path}.{name}": value for name, value in merged.items()}
 
@@ -157,14 +150,15 @@ def _merge_step(path: str, layer: nn.Module, metas: Tensors, dtype: torch.dtype 
         # The adapter may be on an accelerator while base weights from files are on the CPU.
         devices = [value.device for value in tensors.values()]
         device = next((device for device in devices if device.type != "cpu"), devices[0])
-        moved = {}
-        for name, value in tensors.items():
+        state = {}
+        for key, value in tensors.items():
             merge_dtype = torch.float32 if value.is_floating_point() else None
-            moved[name] = value.to(device, merge_dtype)
-        return merge(moved)
+            state[key.removeprefix(prefix)] = value.to(device, merge_dtype)
+        return merge(state)
 
     outputs = {name: on_meta(value, dtype) for name, value in merge(metas).items()}
-    return Step(tuple(metas), outputs, merge_in_float32)
+    inputs = [prefix + name for name in metas]
+    return Step(inputs, outputs, merge_in_float32)
 
 
 def _merge(layer: nn.Module, state: Tensors) -> Tensors:
@@ -174,8 +168,11 @@ def _merge(layer: nn.Module, state: Tensors) -> Tensors:
     # check meta tensors for NaN.
     is_safe = not any(value.is_meta for value in state.values())
     if hasattr(layer, "unload_and_optionally_merge_module"):
-        merged = layer.unload_and_optionally_merge_module(
-            merge=True, safe_merge=is_safe, adapter_names=None
+        # PEFT's classes with this method share no base class.
+        merged = layer.unload_and_optionally_merge_module(  # type: ignore[operator]
+            merge=True,
+            safe_merge=is_safe,
+            adapter_names=None,
         )
         return merged.state_dict()
     tuner_layer = cast(BaseTunerLayer, layer)

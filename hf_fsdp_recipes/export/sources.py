@@ -5,7 +5,7 @@ DCP is torch's Distributed Checkpoint.
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,14 @@ class Source:
     # True: all ranks must call `read`. False: only the given rank needs to.
     is_collective: bool = False
 
+    @property
+    def memory_bytes(self) -> int:
+        """The size of the memory that `read` takes, rounded up so that the next one is aligned."""
+        return (self.meta.nbytes + 63) // 64 * 64
+
+
+Sources = Mapping[str, Source]
+
 
 def on_meta(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a meta tensor of the same full shape.
@@ -49,7 +57,7 @@ def on_meta(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
-def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, Source]:
+def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Sources:
     """Return the tensors of a model's state dict. Collective.
 
     FSDP2's shards are converted to `dtype` before they are gathered.
@@ -64,7 +72,7 @@ def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict
     for name, value in state.items():
         if isinstance(value, Tensor):  # bitsandbytes also stores strings
             meta = on_meta(value, dtype)
-            read = functools.partial(_gather, value.detach(), meta.dtype)
+            read = functools.partial(_gather, value, meta.dtype)
             is_collective = isinstance(value, DTensor)
             sources[_WRAPPERS.sub("", name)] = Source(meta, read, is_collective)
     return sources
@@ -144,7 +152,7 @@ class _CheckpointReader(dcp.FileSystemReader):
         return tensor
 
 
-def from_checkpoint(directory: Path) -> dict[str, Source]:
+def from_checkpoint(directory: Path) -> Sources:
     """Return the tensors of a DCP checkpoint.
 
     Their names omit the top-level key `model` that Accelerate adds.
@@ -156,22 +164,19 @@ def from_checkpoint(directory: Path) -> dict[str, Source]:
         for key, entry in reader.metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    saved_paths = reader.metadata.planner_data or {}
-    paths = {key: saved_paths.get(key, (key,)) for key in tensors}
-    tops = {path[0] for path in paths.values() if len(path) > 1}  # empty for a plain state dict
-    top = "model" if "model" in tops else next(iter(tops), None)
+    paths = reader.metadata.planner_data or {}
+    tops = {path[0] for key, path in paths.items() if key in tensors and len(path) > 1}
+    prefix = ""  # of a plain state dict
+    if tops:
+        top = "model" if "model" in tops else next(iter(tops))
+        prefix = f"{top}."
     sources = {}
-    for key, path in paths.items():
-        if top is None:
-            name = key
-        elif path[0] == top:
-            name = ".".join(map(str, path[1:]))
-        else:
-            continue
-        properties = tensors[key].properties
-        meta = torch.empty(tensors[key].size, dtype=properties.dtype, device="meta")
-        read = functools.partial(reader.read_tensor, key, meta)
-        sources[_WRAPPERS.sub("", name)] = Source(meta, read)
+    for key, entry in tensors.items():
+        if key.startswith(prefix):
+            name = _WRAPPERS.sub("", key.removeprefix(prefix))
+            meta = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            read = functools.partial(reader.read_tensor, key, meta)
+            sources[name] = Source(meta, read)
     return sources
 
 
@@ -190,7 +195,7 @@ def _check_intact(directory: Path) -> None:
         raise ExportError(f"{directory} is unusable: {describe(error)}") from error
 
 
-def from_files(checkpoint: Checkpoint) -> dict[str, Source]:
+def from_files(checkpoint: Checkpoint) -> Sources:
     """Return the tensors of all safetensors files in a directory."""
 
     def source(key: str) -> Source:

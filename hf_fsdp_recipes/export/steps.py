@@ -10,20 +10,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.files import Tensors
-from hf_fsdp_recipes.export.sources import Source
+from hf_fsdp_recipes.export.sources import Source, Sources, on_meta
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """Computes tensors from the sources named in `inputs`."""
 
-    inputs: tuple[str, ...]
+    inputs: list[str]
     outputs: Tensors  # the computed tensors, on meta
     compute: Callable[[Tensors], Tensors]
 
@@ -33,13 +33,14 @@ class Plan:
     """What an export writes."""
 
     steps: list[Step]
-    sources: Mapping[str, Source]
+    sources: Sources
     outputs: Tensors  # all outputs of the steps, in the order in which they fill the files
 
 
-def copy_step(name: str, meta: Tensor, source: str) -> Step:
-    """Return a step that writes a source under the name `name`."""
-    return Step((source,), {name: meta}, lambda tensors: {name: tensors[source]})
+def copy_step(name: str, key: str, source: Source, dtype: torch.dtype | None) -> Step:
+    """Return a step that writes a source under the name `name`. `dtype` is as in `on_meta`."""
+    output = on_meta(source.meta, dtype)
+    return Step([key], {name: output}, lambda tensors: {name: tensors[key]})
 
 
 def rename_outputs(step: Step, names: Mapping[str, str]) -> Step:
@@ -58,29 +59,25 @@ def outputs_of(steps: Iterable[Step]) -> Tensors:
 
 def plan_in_file_format(
     model: PreTrainedModel,
-    names: Iterable[str],
     steps: list[Step],
-    sources: Mapping[str, Source],
+    sources: Sources,
 ) -> Plan:
-    """Return a plan that writes the parameters `names` in the format of `save_pretrained`.
+    """Return a plan that writes parameters in the format of `save_pretrained`.
 
     `steps` compute these parameters. If transformers converts several parameters of one layer
     together, they form one step.
     """
-    parameters = outputs_of(steps)
-    expected = revert_weight_conversion(model, {name: parameters[name] for name in names})
+    expected = revert_weight_conversion(model, outputs_of(steps))
     converted: list[Step] = []
     for layer in _group_by_layer(steps):
         together = []
         for step in layer:
             alone = _convert([step], model, expected)
-            if alone is None:
+            if not alone:
                 together.append(step)
-            else:
-                converted.append(alone)
-        joined = _convert(together, model, expected) if together else None
-        if joined is not None:
-            converted.append(joined)
+            converted += alone
+        if together:
+            converted += _convert(together, model, expected)
     outputs = outputs_of(converted)
     num_outputs = sum(len(step.outputs) for step in converted)
     if outputs.keys() != expected.keys() or num_outputs != len(outputs):
@@ -102,14 +99,18 @@ def _group_by_layer(steps: list[Step]) -> Iterable[list[Step]]:
     return layers.values()
 
 
-def _convert(steps: list[Step], model: PreTrainedModel, expected: Tensors) -> Step | None:
+def _convert(
+    steps: list[Step],
+    model: PreTrainedModel,
+    expected: Tensors,
+) -> list[Step]:
     """Join steps into one step with outputs in the files' format.
 
-    Return None if this needs tensors of other steps.
+    Return an empty list if this needs tensors of other steps.
     """
 
     def compute(tensors: Tensors) -> Tensors:
-        computed = {}
+        computed: Tensors = {}
         for step in steps:
             computed |= step.compute(tensors)
         return revert_weight_conversion(model, computed)
@@ -117,9 +118,9 @@ def _convert(steps: list[Step], model: PreTrainedModel, expected: Tensors) -> St
     try:
         outputs = revert_weight_conversion(model, outputs_of(steps))
     except Exception:  # a conversion needs a tensor that these steps lack
-        return None
+        return []
     for name, value in outputs.items():
         if name not in expected or value.shape != expected[name].shape:
-            return None
-    inputs = tuple(name for step in steps for name in step.inputs)
-    return Step(inputs, outputs, compute)
+            return []
+    inputs = [name for step in steps for name in step.inputs]
+    return [Step(inputs, outputs, compute)]
