@@ -89,7 +89,11 @@ def write_configs(
         model.generation_config.save_pretrained(directory)
 
 
-def write_index(directory: Path, model: PreTrainedModel, split: StateDictSplit) -> None:
+def write_index(
+    directory: Path,
+    model: PreTrainedModel,
+    split: StateDictSplit,
+) -> None:
     """Write the index, which names the file of each tensor. Rank 0 only."""
     index = {
         "metadata": {"total_parameters": model.num_parameters(), **split.metadata},

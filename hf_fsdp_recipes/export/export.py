@@ -8,24 +8,20 @@ their shards to the rank that writes the file with this parameter.
 import contextlib
 import functools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
 from peft import PeftConfig, PeftModel
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import list_checkpoints
 from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.export import directory, merge, shells, sources
-from hf_fsdp_recipes.export.files import PathLike, check_finite
-from hf_fsdp_recipes.export.ranks import write_files
-from hf_fsdp_recipes.export.sources import Sources, on_meta
+from hf_fsdp_recipes.export import merge, output, shells, sources
+from hf_fsdp_recipes.export.files import PathLike
+from hf_fsdp_recipes.export.sources import Sources
 from hf_fsdp_recipes.export.steps import Plan, copy_step, plan_in_file_format
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 
@@ -73,7 +69,7 @@ def export_model(
         adapted = cast(PeftModel, model)
         held = sources.from_model(model)
         if not merge_adapter:
-            return _export_adapter(adapted, held, output_dir, parsed_dtype, save_tokenizer)
+            return output.write_adapter(adapted, held, output_dir, parsed_dtype, save_tokenizer)
         with distributed.agreed():
             shell, plan = _plan_merged(adapted, held, parsed_dtype)
     else:
@@ -82,7 +78,7 @@ def export_model(
         with distributed.agreed():
             shell = shells.copy_on_meta(whole)
             plan = _plan_full(shell, whole, held, parsed_dtype)
-    return _export_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
+    return output.write_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
 
 
 def export_checkpoint(
@@ -126,18 +122,13 @@ def export_checkpoint(
     if config is None:
         plan = _plan_full(shell, shell, held, parsed_dtype)
     else:
-        adapted, base_names = shells.adapt(shell, config, "default")
-        names = shells.match_adapter(adapted, adapted.state_dict())
-        differing = sorted(names.keys() ^ held.keys())[:3]
-        if differing:
-            raise ExportError(
-                f"{checkpoint} does not fit its adapter_config.json and {base}: {differing}."
-            )
-        held = {names[key]: source for key, source in held.items()}
+        adapted_shell = shells.adapt(shell, config, "default")
+        adapted = adapted_shell.adapted
+        held = _rename_adapter(held, adapted, checkpoint, base)
         if not merge_adapter:
-            return _export_adapter(adapted, held, output_dir, parsed_dtype, save_tokenizer)
-        plan = merge.plan_merge_into_files(shell, adapted, base_names, held, base, parsed_dtype)
-    return _export_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
+            return output.write_adapter(adapted, held, output_dir, parsed_dtype, save_tokenizer)
+        plan = merge.plan_merge_into_files(adapted_shell, held, base, parsed_dtype)
+    return output.write_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -192,6 +183,22 @@ def _open_checkpoint(checkpoint: Path) -> tuple[Sources, PeftConfig | None]:
     return held, None
 
 
+def _rename_adapter(
+    held: Sources,
+    adapted: PeftModel,
+    checkpoint: Path,
+    base: PathLike,
+) -> Sources:
+    """Return an adapter's tensors under their names in the state dict of `adapted`."""
+    names = shells.match_adapter(adapted, adapted.state_dict())
+    differing = sorted(names.keys() ^ held.keys())[:3]
+    if differing:
+        raise ExportError(
+            f"{checkpoint} does not fit its adapter_config.json and {base}: {differing}."
+        )
+    return {names[key]: source for key, source in held.items()}
+
+
 def _plan_full(
     shell: PreTrainedModel,
     owner: PreTrainedModel,
@@ -221,81 +228,18 @@ def _plan_full(
 
 
 def _plan_merged(
-    model: PeftModel, held: Sources, dtype: torch.dtype | None
+    model: PeftModel,
+    held: Sources,
+    dtype: torch.dtype | None,
 ) -> tuple[PreTrainedModel, Plan]:
     """Return the base model's shell, and a plan that merges the active adapter into the base."""
     base = cast(PreTrainedModel, model.get_base_model())
     shell = shells.copy_on_meta(base)
     adapter = model.active_adapter
-    adapted, base_names = shells.adapt(shell, model.peft_config[adapter], adapter)
+    adapted_shell = shells.adapt(shell, model.peft_config[adapter], adapter)
     if getattr(base, "quantization_method", None) is None:
-        return shell, merge.plan_merge(shell, adapted, base_names, held, dtype)
-    name = str(base.config.name_or_path)
-    return shell, merge.plan_merge_into_files(shell, adapted, base_names, held, name, dtype)
-
-
-def _export_adapter(
-    model: PeftModel,
-    held: Sources,
-    output_dir: PathLike,
-    dtype: torch.dtype | None,
-    save_tokenizer: Callable[[Path], None],
-) -> Path:
-    """Gather the adapter on rank 0, which writes it with PEFT's `save_pretrained`. Collective."""
-    is_main = distributed.is_main()
-    with distributed.agreed():
-        metas = {name: source.meta for name, source in held.items()}
-        stored = shells.match_adapter(model, metas)
-    names = distributed.from_main(sorted(set(stored.values())))
-
-    def write(target: Path) -> None:
-        state = {}
-        for name in names:
-            source = held[name]
-            if source.is_collective or is_main:
-                memory = torch.empty(source.meta.nbytes, dtype=torch.uint8)
-                tensor = source.read(0, memory)
-                if tensor is not None and is_main:
-                    state[name] = tensor.to("cpu", on_meta(tensor, dtype).dtype)
-        with distributed.agreed():
-            if is_main:
-                for name, tensor in state.items():
-                    check_finite(name, tensor)
-                model.save_pretrained(
-                    os.fspath(target),
-                    state_dict=state,
-                    selected_adapters=[model.active_adapter],
-                )
-                save_tokenizer(target)
-
-    return directory.create(output_dir, write)
-
-
-def _export_weights(
-    plan: Plan,
-    shell: PreTrainedModel,
-    output_dir: PathLike,
-    max_shard_size: int | str,
-    save_tokenizer: Callable[[Path], None],
-) -> Path:
-    """Write the weights, the configs and the tokenizer. Collective."""
-    split = split_state_dict_into_shards_factory(
-        plan.outputs,
-        # Views of one tensor stay in one file.
-        get_storage_id=lambda value: StorageWeakRef(value.untyped_storage()),
-        get_storage_size=lambda value: value.untyped_storage().nbytes(),
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
-    dtype = next(value.dtype for value in plan.outputs.values() if value.is_floating_point())
-
-    def write(target: Path) -> None:
-        write_files(plan, split.filename_to_tensors, target)
-        with distributed.agreed():
-            if distributed.is_main():
-                directory.write_configs(target, shell, dtype)
-                if split.is_sharded:
-                    directory.write_index(target, shell, split)
-                save_tokenizer(target)
-
-    return directory.create(output_dir, write)
+        plan = merge.plan_merge(adapted_shell, held, dtype)
+    else:
+        name = str(base.config.name_or_path)
+        plan = merge.plan_merge_into_files(adapted_shell, held, name, dtype)
+    return shell, plan

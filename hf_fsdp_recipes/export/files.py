@@ -38,7 +38,11 @@ def make_header(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
             "shape": list(tensor.shape),
             "data_offsets": [offsets[name], end],
         }
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(
+        entries,
+        separators=(",", ":"),
+        ensure_ascii=False,
+    ).encode()
     padding = -len(text) % 8
     text += b" " * padding
     header = len(text).to_bytes(8, "little") + text
@@ -62,7 +66,11 @@ class FileWriter:
         files: what to write to each file, as {file name: {tensor name: meta tensor}}.
     """
 
-    def __init__(self, directory: Path, files: Mapping[str, Tensors]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        files: Mapping[str, Tensors],
+    ) -> None:
         self._directory = directory
         self._files = files
         # {tensor that is not written yet: its file}
@@ -120,7 +128,12 @@ class FileWriter:
                 if name in self._left:
                     self._write(self._left.pop(name), name, tensor)
 
-    def _write(self, file: str, name: str, tensor: torch.Tensor) -> None:
+    def _write(
+        self,
+        file: str,
+        name: str,
+        tensor: torch.Tensor,
+    ) -> None:
         planned = self._files[file][name]
         if tensor.shape != planned.shape:
             raise ExportError(
@@ -150,5 +163,7 @@ class FileWriter:
 
     def _begin(self, file: str) -> None:
         header, self._positions[file] = make_header(self._files[file])
-        self._streams[file] = (self._directory / file).open("wb")
-        self._streams[file].write(header)
+        path = self._directory / file
+        stream = path.open("wb")
+        self._streams[file] = stream
+        stream.write(header)

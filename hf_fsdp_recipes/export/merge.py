@@ -5,19 +5,17 @@ PEFT's own code merges full tensors in float32.
 
 import copy
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 import torch
 from huggingface_hub import snapshot_download
-from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import PreTrainedModel
 
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.files import PathLike, Tensors
+from hf_fsdp_recipes.export.shells import AdaptedShell
 from hf_fsdp_recipes.export.sources import Sources, from_files, on_meta
 from hf_fsdp_recipes.export.steps import (
     Plan,
@@ -35,30 +33,28 @@ CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
 def plan_merge(
-    model: PreTrainedModel,
-    adapted: PeftModel,
-    base_names: Mapping[str, str],
+    shell: AdaptedShell,
     sources: Sources,
     dtype: torch.dtype | None,
 ) -> Plan:
     """Return a plan that merges an adapter into the base weights it was trained on.
 
-    `sources` has all tensors of `adapted`.
+    `sources` has all tensors of the model with the adapter.
     """
-    merge_steps = _merge_steps(model, adapted, sources, dtype)
+    merge_steps = _merge_steps(shell, sources, dtype)
     steps = {name: step for step in merge_steps for name in step.outputs}
-    for key, name in base_names.items():
+    for key, name in shell.base_names.items():
         if name not in steps:
             steps[name] = copy_step(name, key, sources[key], dtype)
-    tied = model.all_tied_weights_keys
-    ordered = [steps[name] for name in model.state_dict() if name in steps and name not in tied]
-    return plan_in_file_format(model, list(dict.fromkeys(ordered)), sources)
+    ordered = []
+    for name in shell.base.state_dict():
+        if name in steps and name not in shell.base.all_tied_weights_keys:
+            ordered.append(steps[name])
+    return plan_in_file_format(shell.base, list(dict.fromkeys(ordered)), sources)
 
 
 def plan_merge_into_files(
-    model: PreTrainedModel,
-    adapted: PeftModel,
-    base_names: Mapping[str, str],
+    shell: AdaptedShell,
     adapter: Sources,
     base: PathLike,
     dtype: torch.dtype | None,
@@ -67,7 +63,8 @@ def plan_merge_into_files(
 
     The names in the files are kept.
     """
-    start = str(getattr(adapted.active_peft_config, "init_lora_weights", "")).lower()
+    config = shell.adapted.active_peft_config
+    start = str(getattr(config, "init_lora_weights", "")).lower()
     # Then the files do not have the weights that the adapter was trained on.
     if start.startswith(CHANGES_BASE):
         raise ExportError(
@@ -79,31 +76,33 @@ def plan_merge_into_files(
         directory = Path(snapshot_download(os.fspath(base)))
     checkpoint = Checkpoint(directory)
     files = from_files(checkpoint)
-    stored = checkpoint.match(model)
-    bases = {key: files[stored[name]] for key, name in base_names.items() if name in stored}
-    sources = {**adapter, **bases, **files}
-    merge_steps = _merge_steps(model, adapted, sources, dtype)
+    stored = checkpoint.match(shell.base)
+    sources = {**adapter, **files}
+    for key, name in shell.base_names.items():
+        if name in stored:
+            sources[key] = files[stored[name]]
+    merge_steps = _merge_steps(shell, sources, dtype)
     steps = [rename_outputs(step, stored) for step in merge_steps]
     merged = outputs_of(steps)
-    steps += [
-        copy_step(name, name, source, dtype) for name, source in files.items() if name not in merged
-    ]
+    for name, source in files.items():
+        if name not in merged:
+            steps.append(copy_step(name, name, source, dtype))
     outputs = outputs_of(steps)
     return Plan(steps, sources, {name: outputs[name] for name in files})
 
 
 def _merge_steps(
-    model: PreTrainedModel,
-    adapted: PeftModel,
+    shell: AdaptedShell,
     sources: Sources,
     dtype: torch.dtype | None,
 ) -> list[Step]:
     """Return one step for each layer that the adapter changes.
 
-    A step's outputs have the names of parameters in `model`.
+    A step's outputs have the names of the base model's parameters.
     """
     steps = []
-    for path, layer in _find_layers(adapted.get_submodule(PREFIX[:-1])).items():
+    adapted = shell.adapted.get_submodule(PREFIX.removesuffix("."))
+    for path, layer in _find_layers(adapted).items():
         metas = {}
         for name in layer.state_dict():
             key = f"{PREFIX}{path}.{name}"
@@ -115,7 +114,7 @@ def _merge_steps(
             metas[name] = sources[key].meta
         steps.append(_merge_step(path, layer, metas, dtype))
     merged = outputs_of(steps)
-    for name, tied in model.all_tied_weights_keys.items():
+    for name, tied in shell.base.all_tied_weights_keys.items():
         if name in merged or tied in merged:
             raise ExportError(
                 f"{name} and {tied} are tied, and the adapter changes one. "
@@ -138,7 +137,12 @@ def _find_layers(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
     return layers
 
 
-def _merge_step(path: str, layer: nn.Module, metas: Tensors, dtype: torch.dtype | None) -> Step:
+def _merge_step(
+    path: str,
+    layer: nn.Module,
+    metas: Tensors,
+    dtype: torch.dtype | None,
+) -> Step:
     """Return the step of one layer. `metas` is the layer's state dict on meta."""
     prefix = f"{PREFIX}{path}."
 
@@ -148,8 +152,10 @@ def _merge_step(path: str, layer: nn.Module, metas: Tensors, dtype: torch.dtype 
 
     def merge_in_float32(tensors: Tensors) -> Tensors:
         # The adapter may be on an accelerator while base weights from files are on the CPU.
-        devices = [value.device for value in tensors.values()]
-        device = next((device for device in devices if device.type != "cpu"), devices[0])
+        device = torch.device("cpu")
+        for value in tensors.values():
+            if value.device.type != "cpu":
+                device = value.device
         state = {}
         for key, value in tensors.items():
             merge_dtype = torch.float32 if value.is_floating_point() else None

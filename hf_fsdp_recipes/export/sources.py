@@ -57,7 +57,10 @@ def on_meta(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
-def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Sources:
+def from_model(
+    model: torch.nn.Module,
+    dtype: torch.dtype | None = None,
+) -> Sources:
     """Return the tensors of a model's state dict. Collective.
 
     FSDP2's shards are converted to `dtype` before they are gathered.
@@ -72,13 +75,20 @@ def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Sour
     for name, value in state.items():
         if isinstance(value, Tensor):  # bitsandbytes also stores strings
             meta = on_meta(value, dtype)
-            read = functools.partial(_gather, value, meta.dtype)
-            is_collective = isinstance(value, DTensor)
-            sources[_WRAPPERS.sub("", name)] = Source(meta, read, is_collective)
+            sources[_WRAPPERS.sub("", name)] = Source(
+                meta,
+                read=functools.partial(_gather, value, meta.dtype),
+                is_collective=isinstance(value, DTensor),
+            )
     return sources
 
 
-def _gather(value: Tensor, dtype: torch.dtype, writer: int, memory: Tensor) -> Tensor | None:
+def _gather(
+    value: Tensor,
+    dtype: torch.dtype,
+    writer: int,
+    memory: Tensor,
+) -> Tensor | None:
     """Return the full tensor on rank `writer`. Other ranks may get None.
 
     Collective if `value` is a DTensor.
@@ -105,10 +115,19 @@ def _gather(value: Tensor, dtype: torch.dtype, writer: int, memory: Tensor) -> T
     return None
 
 
-def _receive(value: DTensor, own_rows: Tensor, ranks: list[int], memory: Tensor) -> Tensor:
+def _receive(
+    value: DTensor,
+    own_rows: Tensor,
+    ranks: list[int],
+    memory: Tensor,
+) -> Tensor:
     """Return the full tensor, put together from the rows (dim 0) of one replica's ranks."""
     if own_rows.device.type != "cpu":  # its allocator reuses memory by itself
-        memory = torch.empty(value.nbytes, dtype=torch.uint8, device=own_rows.device)
+        memory = torch.empty(
+            value.nbytes,
+            dtype=torch.uint8,
+            device=own_rows.device,
+        )
     full = _view(memory, value)
     parts = full.chunk(len(ranks))
     requests = []
@@ -141,11 +160,21 @@ class _CheckpointReader(dcp.FileSystemReader):
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self.metadata
 
-    def read_tensor(self, key: str, meta: Tensor, rank: int, memory: Tensor) -> Tensor:
+    def read_tensor(
+        self,
+        key: str,
+        meta: Tensor,
+        rank: int,
+        memory: Tensor,
+    ) -> Tensor:
         """Return a tensor in `memory`, on any rank."""
         tensor = _view(memory, meta)
         try:
-            dcp.load({key: tensor}, storage_reader=self, no_dist=True)
+            dcp.load(
+                {key: tensor},
+                storage_reader=self,
+                no_dist=True,
+            )
         except dcp.CheckpointException as error:  # no subclass of Exception
             cause = describe(error.failures[0][0])
             raise ExportError(f"{key} of {self.path} is unreadable: {cause}") from error
@@ -174,7 +203,11 @@ def from_checkpoint(directory: Path) -> Sources:
     for key, entry in tensors.items():
         if key.startswith(prefix):
             name = _WRAPPERS.sub("", key.removeprefix(prefix))
-            meta = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            meta = torch.empty(
+                entry.size,
+                dtype=entry.properties.dtype,
+                device="meta",
+            )
             read = functools.partial(reader.read_tensor, key, meta)
             sources[name] = Source(meta, read)
     return sources
@@ -200,8 +233,11 @@ def from_files(checkpoint: Checkpoint) -> Sources:
 
     def source(key: str) -> Source:
         stored = checkpoint.slice_of(key)
-        dtype = DTYPES[stored.get_dtype()]
-        meta = torch.empty(stored.get_shape(), dtype=dtype, device="meta")
+        meta = torch.empty(
+            stored.get_shape(),
+            dtype=DTYPES[stored.get_dtype()],
+            device="meta",
+        )
         return Source(meta, lambda rank, memory: stored[...])  # mapped from the file
 
     return {key: source(key) for key in checkpoint.file_of}

@@ -37,7 +37,12 @@ class Plan:
     outputs: Tensors  # all outputs of the steps, in the order in which they fill the files
 
 
-def copy_step(name: str, key: str, source: Source, dtype: torch.dtype | None) -> Step:
+def copy_step(
+    name: str,
+    key: str,
+    source: Source,
+    dtype: torch.dtype | None,
+) -> Step:
     """Return a step that writes a source under the name `name`. `dtype` is as in `on_meta`."""
     output = on_meta(source.meta, dtype)
     return Step([key], {name: output}, lambda tensors: {name: tensors[key]})
