@@ -41,7 +41,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of ranks. It is the launcher's until the process group is initialized."""
+    """Return the number of ranks. `rank` says where it comes from."""
     if is_distributed():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -115,7 +115,7 @@ def write_description(
     if hasattr(model, "peft_config"):
         adapted = cast(PeftModel, model)
         config = adapted.peft_config[adapted.active_adapter]
-        config.save_pretrained(os.fspath(directory))
+        config.save_pretrained(str(directory))
     elif isinstance(model, PreTrainedModel):
         write_configs(directory, model)
     if processor is not None:

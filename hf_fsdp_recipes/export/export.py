@@ -7,7 +7,6 @@ their shards to the rank that writes the file with this parameter.
 
 import contextlib
 import functools
-import os
 from pathlib import Path
 from typing import cast
 
@@ -103,7 +102,8 @@ def export_checkpoint(
             an adapter, the checkpoint's own config.
         dtype: as in `export_model`.
         max_shard_size: as in `export_model`.
-        merge_adapter: write the base model with the adapter merged in, not the adapter alone.
+        merge_adapter: write the base model with the adapter merged in, instead of the adapter
+            alone.
 
     Returns:
         The export's directory.
@@ -175,7 +175,7 @@ def _open_checkpoint(checkpoint: Path) -> tuple[Sources, PeftConfig | None]:
     else:
         held = sources.from_files(Checkpoint(checkpoint))
     if (checkpoint / "adapter_config.json").is_file():
-        return held, PeftConfig.from_pretrained(os.fspath(checkpoint))
+        return held, PeftConfig.from_pretrained(str(checkpoint))
     if any(".lora_" in name for name in held):
         raise ExportError(
             f"{checkpoint} has no adapter_config.json. Copy it there from the run's export."
@@ -211,8 +211,9 @@ def _plan_full(
     """
     ignored = set(shell._keys_to_ignore_on_save or ())
     state = shell.state_dict()
-    written = {name: value for name, value in state.items() if name not in ignored}
-    kept = remove_tied_weights_from_state_dict(written, owner)
+    for name in ignored:
+        state.pop(name, None)
+    kept = remove_tied_weights_from_state_dict(dict(state), owner)
     wrong = [
         name
         for name, value in kept.items()

@@ -75,9 +75,10 @@ class FileWriter:
         self._files = files
         # {tensor that is not written yet: its file}
         self._left = {name: file for file, tensors in files.items() for name in tensors}
-        # Of the files that are begun but not complete.
+        # {file that is begun but not complete: its stream}
         self._streams: dict[str, BinaryIO] = {}
-        self._positions: dict[str, dict[str, int]] = {}  # without the tensors that are written
+        # {file that is begun: {tensor that is not written yet: its position}}
+        self._positions: dict[str, dict[str, int]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._previous: Future[None] | None = None
         self._error: Exception | None = None
@@ -102,8 +103,9 @@ class FileWriter:
         if self._error is not None:
             raise self._error
         if self._left:
-            names = sorted(self._left)[:3]
-            raise ExportError(f"{names} were not written. Please report this as a bug.")
+            raise ExportError(
+                f"{sorted(self._left)[:3]} were not written. Please report this as a bug."
+            )
 
     @contextlib.contextmanager
     def recording_errors(self) -> Iterator[None]:
@@ -114,8 +116,9 @@ class FileWriter:
         try:
             yield
         except OSError as error:
-            text = f"{self._directory} cannot be written: {describe(error)}."
-            self._error = self._error or ExportError(text)
+            self._error = self._error or ExportError(
+                f"{self._directory} cannot be written: {describe(error)}."
+            )
         except Exception as error:
             self._error = self._error or error
 
@@ -163,7 +166,6 @@ class FileWriter:
 
     def _begin(self, file: str) -> None:
         header, self._positions[file] = make_header(self._files[file])
-        path = self._directory / file
-        stream = path.open("wb")
+        stream = (self._directory / file).open("wb")
         self._streams[file] = stream
         stream.write(header)

@@ -88,7 +88,11 @@ def plan_merge_into_files(
         if name not in merged:
             steps.append(copy_step(name, name, source, dtype))
     outputs = outputs_of(steps)
-    return Plan(steps, sources, {name: outputs[name] for name in files})
+    return Plan(
+        steps,
+        sources,
+        outputs={name: outputs[name] for name in files},
+    )
 
 
 def _merge_steps(

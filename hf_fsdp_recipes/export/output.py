@@ -49,7 +49,7 @@ def write_adapter(
                 for name, tensor in state.items():
                     check_finite(name, tensor)
                 model.save_pretrained(
-                    os.fspath(target),
+                    str(target),
                     state_dict=state,
                     selected_adapters=[model.active_adapter],
                 )
@@ -119,12 +119,11 @@ def _write_files(
     )
     memories = itertools.cycle(torch.empty(2, largest, dtype=torch.uint8))
     turns = _in_turns(plan.steps, rank_of)
-    progress = logging.tqdm(
+    for rank, step in logging.tqdm(
         turns,
         desc="Exporting weights",
         disable=not distributed.is_main(),
-    )
-    for rank, step in progress:
+    ):
         is_writer = rank == own_rank
         memory = next(memories) if is_writer else torch.empty(0)
         tensors = {}

@@ -39,14 +39,14 @@ class Source:
 
     @property
     def memory_bytes(self) -> int:
-        """The size of the memory that `read` takes, rounded up so that the next one is aligned."""
+        """The size of the memory for `read`, rounded up so that the next tensor is aligned."""
         return (self.meta.nbytes + 63) // 64 * 64
 
 
 Sources = Mapping[str, Source]
 
 
-def on_meta(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def on_meta(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return a meta tensor of the same full shape.
 
     It has the dtype `dtype` if that is given and the tensor is floating-point. Otherwise, it has
@@ -57,21 +57,19 @@ def on_meta(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
-def from_model(
-    model: torch.nn.Module,
-    dtype: torch.dtype | None = None,
-) -> Sources:
+def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Sources:
     """Return the tensors of a model's state dict. Collective.
 
     FSDP2's shards are converted to `dtype` before they are gathered.
     """
     sources = {}
     state = model.state_dict()
-    sharded = next((value for value in state.values() if isinstance(value, DTensor)), None)
-    if sharded is not None:
-        device_type = sharded.device_mesh.device_type
-        if distributed.can_send(device_type):
-            distributed.open_default_group(torch.device(device_type))
+    for value in state.values():
+        if isinstance(value, DTensor):
+            device_type = value.device_mesh.device_type
+            if distributed.can_send(device_type):
+                distributed.open_default_group(torch.device(device_type))
+            break  # all shards are on devices of one type
     for name, value in state.items():
         if isinstance(value, Tensor):  # bitsandbytes also stores strings
             meta = on_meta(value, dtype)
@@ -122,7 +120,7 @@ def _receive(
     memory: Tensor,
 ) -> Tensor:
     """Return the full tensor, put together from the rows (dim 0) of one replica's ranks."""
-    if own_rows.device.type != "cpu":  # its allocator reuses memory by itself
+    if own_rows.device.type != "cpu":  # an accelerator's allocator reuses memory by itself
         memory = torch.empty(
             value.nbytes,
             dtype=torch.uint8,
@@ -176,8 +174,9 @@ class _CheckpointReader(dcp.FileSystemReader):
                 no_dist=True,
             )
         except dcp.CheckpointException as error:  # no subclass of Exception
-            cause = describe(error.failures[0][0])
-            raise ExportError(f"{key} of {self.path} is unreadable: {cause}") from error
+            raise ExportError(
+                f"{key} of {self.path} is unreadable: {describe(error.failures[0][0])}"
+            ) from error
         return tensor
 
 
