@@ -1,6 +1,7 @@
-"""Messages between ranks, and errors that all ranks raise together. Only `new_group` and `host_group` need a process group.
+"""Messages between ranks, and errors that all ranks raise together.
 
-Objects are sent over a separate gloo group. They never go through an accelerator, where they would wait for queued kernels.
+Only `new_group` and `host_group` need a process group. Objects are sent over a separate gloo group.
+They never go through an accelerator, where they would wait for queued kernels.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,13 @@ from hf_fsdp_recipes.errors import RecipeError, describe
 
 T = TypeVar("T")
 
-# How long a rank waits for another rank that downloads a model or writes to slow storage. The wait ends if a rank dies.
+# How long a rank waits for another rank that downloads a model or writes to slow storage.
+# The wait ends if a rank dies.
 PATIENCE = timedelta(days=1)
 EXIT_SECONDS = 3.0  # the launcher ends the other ranks within this time after one rank has exited
 
-_groups: dict[
-    dist.ProcessGroup, dist.ProcessGroup
-] = {}  # {default process group: the main thread's gloo group}
+# {default process group: the main thread's gloo group}
+_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def is_distributed() -> bool:
@@ -33,13 +34,17 @@ def is_distributed() -> bool:
 
 
 def rank() -> int:
-    """Return the global rank. Before the process group is initialized, take the launcher's value."""
-    return dist.get_rank() if is_distributed() else int(os.environ.get("RANK", "0"))
+    """Return the global rank, or the launcher's value until the process group is initialized."""
+    if is_distributed():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Return the number of ranks. Before the process group is initialized, take the launcher's value."""
-    return dist.get_world_size() if is_distributed() else int(os.environ.get("WORLD_SIZE", "1"))
+    """Return the number of ranks. `rank` says where it comes from."""
+    if is_distributed():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_main() -> bool:
@@ -48,12 +53,18 @@ def is_main() -> bool:
 
 
 def new_group() -> dist.ProcessGroup:
-    """Return a new gloo group of all ranks, to be used by another thread. Its timeout is `PATIENCE`. Collective."""
+    """Return a new gloo group of all ranks, to be used by another thread. Collective.
+
+    Its timeout is `PATIENCE`.
+    """
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def host_group() -> dist.ProcessGroup:
-    """Return the gloo group of all ranks that only the main thread may use. The first call is collective."""
+    """Return the gloo group of all ranks that only the main thread may use.
+
+    The first call is collective.
+    """
     default = dist.group.WORLD
     assert default is not None
     if default not in _groups:
@@ -81,11 +92,12 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
     Args:
         value: anything that can be pickled.
-        group: a gloo group of all ranks. The default, `host_group()`, may be used only by the main thread.
+        group: a gloo group of all ranks. The default, `host_group()`, may be used only by the main
+            thread.
     """
     if not is_distributed():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
+    values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group or host_group())
     return values
 
@@ -106,7 +118,8 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     The body must not call collectives. `group` is as in `gather`.
 
     Raises:
-        RecipeError: the failed rank's error. For another class of error, the message names that class and the rank (unless 0).
+        RecipeError: the failed rank's error. For another class of error, the message names that
+            class and the rank (unless 0).
     """
     own: Exception | None = None
     try:
@@ -117,31 +130,36 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def raise_agreed(own: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise the first failed rank's error on every rank. `own` is this rank's error or None. Collective. See `agreed`."""
+    """Raise the first failed rank's error on every rank, as `agreed` does. Collective.
+
+    `own` is this rank's error or None.
+    """
     if not is_distributed():
         if own is not None:
             raise own
         return
-    report = (
-        None
-        if own is None
-        else (type(own) if isinstance(own, RecipeError) else RecipeError, describe(own))
-    )
-    for number, found in enumerate(gather(report, group)):
-        if found is not None:
-            kind, message = found
-            raise kind(
-                message if kind is not RecipeError or not number else f"rank {number}: {message}"
-            ) from own
+    report = None if own is None else _as_recipe_error(own)
+    for error in gather(report, group):
+        if error is not None:
+            raise error from own
+
+
+def _as_recipe_error(error: Exception) -> RecipeError:
+    """Return the error that all ranks raise for this rank's error. See `agreed`."""
+    message = describe(error)
+    kind = type(error) if isinstance(error, RecipeError) else RecipeError
+    if kind is RecipeError and not is_main():
+        message = f"rank {rank()}: {message}"
+    return kind(message)
 
 
 def run_on_main(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call `work()` on rank 0. Return its result, or raise its error, on every rank. Collective."""
-    result: list[Any] = [None]
+    result: T | None = None
     with agreed(group):
         if is_main():
-            result[0] = work()
-    return from_main(result[0], group)
+            result = work()
+    return cast(T, from_main(result, group))  # rank 0 has set it
 
 
 def print_main(message: str) -> None:
@@ -152,14 +170,16 @@ def print_main(message: str) -> None:
 
 @contextlib.contextmanager
 def exit_with_message() -> Iterator[None]:
-    """On a RecipeError, print the error as one line on stderr and exit with status 1. Usually only one rank prints."""
+    """On a RecipeError, print the error as one line on stderr and exit with status 1.
+
+    Usually only one rank prints.
+    """
     try:
         yield
     except RecipeError as error:
         if not is_main():
-            time.sleep(
-                EXIT_SECONDS
-            )  # usually rank 0 prints the same error, exits, and so ends this rank
+            # Usually rank 0 prints the same error, exits, and so ends this rank.
+            time.sleep(EXIT_SECONDS)
         # A single write, so that the lines of several ranks do not interleave.
         os.write(sys.stderr.fileno(), f"{type(error).__name__}: {error}\n".encode())
         sys.exit(1)

@@ -1,8 +1,14 @@
-"""The exceptions of this package, one class for each part. A message states the problem, the value and what to do."""
+"""The exceptions of this package, one class for each part.
+
+A message states the problem, the value and what to do.
+"""
 
 
 class RecipeError(Exception):
-    """An error that the user can fix, for example in a recipe or its data. Base class of all exceptions below."""
+    """An error that the user can fix, for example in a recipe or its data.
+
+    Base class of all exceptions below.
+    """
 
 
 class PatchError(RecipeError):
@@ -18,7 +24,10 @@ class CheckpointError(RecipeError):
 
 
 class ExportError(RecipeError):
-    """A model could not be exported. No files are left behind. The model and its checkpoints are intact."""
+    """A model could not be exported.
+
+    No files are left behind. The model and its checkpoints are intact.
+    """
 
 
 class ToolError(RecipeError):
@@ -26,10 +35,8 @@ class ToolError(RecipeError):
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's message on one line. Unless the error is a RecipeError, its class comes first."""
+    """Return an error's message on one line, after its class unless the error is a RecipeError."""
     text = " ".join(str(error).split())
-    return (
-        text
-        if isinstance(error, RecipeError)
-        else f"{type(error).__name__}: {text}".removesuffix(": ")
-    )
+    if isinstance(error, RecipeError):
+        return text
+    return f"{type(error).__name__}: {text}".removesuffix(": ")

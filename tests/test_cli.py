@@ -1,4 +1,7 @@
-"""The command line: starts at once, finds files by name, splits arguments, and reports errors in one line."""
+"""The command line: starts at once, finds files by name, splits arguments, and reports errors.
+
+An error is one line.
+"""
 
 import json
 import os
@@ -36,7 +39,8 @@ def hf_fsdp(*arguments, directory=None):
 
 
 def test_help_names_every_command_within_half_a_second_of_processor_time_and_without_torch():
-    code = "import resource, sys; from hf_fsdp_recipes.cli import app; app(['--help'], standalone_mode=False)"
+    code = "import resource, sys; from hf_fsdp_recipes.cli import app"
+    code += "; app(['--help'], standalone_mode=False)"
     code += "; print('torch' in sys.modules, resource.getrusage(resource.RUSAGE_SELF).ru_utime)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     *shown, last = done.stdout.splitlines()

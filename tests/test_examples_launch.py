@@ -21,7 +21,10 @@ QUESTIONS = [{"prompt": f"Count to {n}:", "answer": "e"} for n in range(24)]
 
 
 def _run_and_resume(name, options, tmp_path, steps=(2, 4), checkpoint="checkpoint"):
-    """Run a script, then from its first checkpoint alone, as after a kill; the exports must be equal. Return both outputs."""
+    """Run a script, then from its first checkpoint alone, as after a kill. Return both outputs.
+
+    The exports must be equal.
+    """
     runs = [tmp_path / "whole", tmp_path / "resumed"]
     printed = []
     for output in runs:

@@ -1,4 +1,4 @@
-"""`make gpu-day` in small: all of its steps on CPU ranks, without an accelerator and without a network."""
+"""`make gpu-day` in small: all of its steps on CPU ranks, without accelerator and network."""
 
 import json
 import os

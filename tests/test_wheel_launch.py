@@ -17,7 +17,10 @@ PIP = [sys.executable, "-m", "pip"]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Return a wheel, built from a copy of the sources so that nothing else in the checkout gets into it."""
+    """Return a wheel, built from a copy of the sources.
+
+    So nothing else in the checkout gets into it.
+    """
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for folder in FOLDERS:
         shutil.copytree(
@@ -41,7 +44,10 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hf_fsdp(wheel, tmp_path_factory):
-    """Return a function that runs the installed command in an empty directory and returns what it prints."""
+    """Return a function that runs the installed command in an empty directory.
+
+    The function returns what the command prints.
+    """
     directory, empty = tmp_path_factory.mktemp("venv"), tmp_path_factory.mktemp("empty")
     venv.create(directory, with_pip=False)
     packages = next(directory.glob("lib/python3*/site-packages"))
@@ -100,7 +106,8 @@ def test_the_readmes_run_in_five_lines(hf_fsdp, tiny_model):
         f"--model_name_or_path {tiny_model('llama')} --max_steps 4 --save_steps 2 --report_to none"
     )
     hf_fsdp(
-        f"sft --accelerate_config cpu --main_process_port 0 --config quickstart --output_dir runs/first {fields}"
+        "sft --accelerate_config cpu --main_process_port 0 --config quickstart "
+        f"--output_dir runs/first {fields}"
     )
     assert [
         line.split()[0] for line in hf_fsdp("checkpoints runs/first --verify").splitlines()

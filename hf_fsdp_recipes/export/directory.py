@@ -1,33 +1,48 @@
-"""The directory of an export. It has a temporary name until all files are written. Then it gets the first free name."""
+"""The directory of an export.
+
+It has a temporary name until all files are written. Then it gets the first free name.
+"""
 
 import copy
-import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from huggingface_hub import StateDictSplit
+from peft import PeftModel
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import sync
+from hf_fsdp_recipes.export.files import PathLike
 
 
-def create(output_dir: Path, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a temporary directory. Rename the directory to the first free name, and return its path. Collective.
+class Processor(Protocol):
+    """A tokenizer, a feature extractor or another processor that is saved next to the weights."""
+
+    def save_pretrained(self, directory: Path, /) -> object:
+        """Write the processor's files."""
+
+
+def create(output_dir: PathLike, write: Callable[[Path], None]) -> Path:
+    """Let `write` fill a temporary directory. Rename it to the first free name. Collective.
 
     If `write` fails, its error is raised and the temporary directory is deleted.
+
+    Returns:
+        The path of the renamed directory.
     """
-    temporary = output_dir.with_name(f".{output_dir.name}-tmp")
+    wanted = Path(output_dir)
+    temporary = wanted.with_name(f".{wanted.name}-tmp")
     try:
         distributed.run_on_main(lambda: _start(temporary))
         write(temporary)
-        return distributed.run_on_main(lambda: _finish(temporary, output_dir))
+        return distributed.run_on_main(lambda: _finish(temporary, wanted))
     except BaseException:
         if distributed.is_main():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -39,50 +54,68 @@ def _start(temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _finish(temporary: Path, output_dir: Path) -> Path:
-    for path in (*temporary.rglob("*"), temporary):
+def _finish(temporary: Path, wanted: Path) -> Path:
+    for path in temporary.rglob("*"):
         sync(path)
-    numbered = (
-        output_dir.with_name(f"{output_dir.name}-{number}") for number in itertools.count(1)
-    )
-    final = next(
-        path for path in itertools.chain([output_dir], numbered) if not os.path.lexists(path)
-    )
+    sync(temporary)
+    final = wanted
+    number = 0
+    while os.path.lexists(final):
+        number += 1
+        final = wanted.with_name(f"{wanted.name}-{number}")
     temporary.rename(final)
     sync(final.parent)
     return final
 
 
 def write_configs(
-    directory: Path, model: PreTrainedModel, dtype: torch.dtype | None = None
+    directory: Path,
+    model: PreTrainedModel,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write the configs that `save_pretrained` writes next to the weights. Rank 0 only.
 
     `dtype` is the dtype of the weight files. If it is None, the config's `dtype` stays as it is.
     """
     config = copy.deepcopy(model.config)
-    config.dtype = config.dtype if dtype is None else str(dtype).removeprefix("torch.")
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     if model.is_remote_code():
-        custom_object_save(model, directory, config=config)
+        # transformers itself passes a config; its annotation says dict.
+        custom_object_save(model, directory, config=config)  # type: ignore[arg-type]
     config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
 
 
-def write_index(directory: Path, model: PreTrainedModel, split: StateDictSplit) -> None:
+def write_index(
+    directory: Path,
+    model: PreTrainedModel,
+    split: StateDictSplit,
+) -> None:
     """Write the index, which names the file of each tensor. Rank 0 only."""
-    metadata = {"total_parameters": model.num_parameters(), **split.metadata}
-    index = json.dumps(
-        {"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True
-    )
-    (directory / "model.safetensors.index.json").write_text(index + "\n")
+    index = {
+        "metadata": {"total_parameters": model.num_parameters(), **split.metadata},
+        "weight_map": split.tensor_to_filename,
+    }
+    text = json.dumps(index, indent=2, sort_keys=True)
+    (directory / "model.safetensors.index.json").write_text(text + "\n")
 
 
-def write_description(directory: Path, model: torch.nn.Module, processor: Any) -> None:
-    """Write the config and the tokenizer, which `export_checkpoint` needs in addition to the weights. Rank 0 only."""
+def write_description(
+    directory: Path,
+    model: torch.nn.Module,
+    processor: Processor | None,
+) -> None:
+    """Write the config and the tokenizer. Rank 0 only.
+
+    `export_checkpoint` needs them in addition to the weights.
+    """
     if hasattr(model, "peft_config"):
-        model.peft_config[model.active_adapter].save_pretrained(os.fspath(directory))
+        adapted = cast(PeftModel, model)
+        config = adapted.peft_config[adapted.active_adapter]
+        config.save_pretrained(str(directory))
     elif isinstance(model, PreTrainedModel):
         write_configs(directory, model)
     if processor is not None:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,30 +14,40 @@ from transformers.modeling_utils import str_to_torch_dtype
 from hf_fsdp_recipes.checkpointing.writer import is_finite
 from hf_fsdp_recipes.errors import ExportError, describe
 
+PathLike = str | os.PathLike[str]
+Tensors = dict[str, torch.Tensor]
+
 DTYPES = {**str_to_torch_dtype, "C64": torch.complex64}  # {name in safetensors files: dtype}
-IN_FLIGHT = (
-    1  # maximum number of export steps that wait or are written while the next step is gathered
-)
 
 
-def make_header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
-    """Return a file's header, and the position of each tensor in the file. Wider dtypes come first, so all are aligned."""
-    dtypes = {dtype: text for text, dtype in DTYPES.items()}
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    offsets, end = {}, 0
+def make_header(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
+    """Return a file's header, and the position of each tensor in the file.
+
+    Wider dtypes come first, so all tensors are aligned.
+    """
+    dtype_names = {dtype: name for name, dtype in DTYPES.items()}
+    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    offsets = {}
+    end = 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
-        value, offsets[name] = tensors[name], end
-        end += value.nbytes
-        header[name] = {
-            "dtype": dtypes[value.dtype],
-            "shape": list(value.shape),
+        tensor = tensors[name]
+        offsets[name] = end
+        end += tensor.nbytes
+        entries[name] = {
+            "dtype": dtype_names[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [offsets[name], end],
         }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, {
-        name: 8 + len(text) + at for name, at in offsets.items()
-    }
+    text = json.dumps(
+        entries,
+        separators=(",", ":"),
+        ensure_ascii=False,
+    ).encode()
+    padding = -len(text) % 8
+    text += b" " * padding
+    header = len(text).to_bytes(8, "little") + text
+    positions = {name: len(header) + offset for name, offset in offsets.items()}
+    return header, positions
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
@@ -48,40 +57,49 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
 
 
 class FileWriter:
-    """Writes this rank's files. After an error, it ignores all further tensors. `close` raises the error.
+    """Writes this rank's files. After an error, it ignores all further tensors.
+
+    `close` raises the error.
 
     Args:
         directory: where the files are created.
         files: what to write to each file, as {file name: {tensor name: meta tensor}}.
     """
 
-    def __init__(self, directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        self._directory, self._files = directory, files
-        self._left = {
-            name: file for file, tensors in files.items() for name in tensors
-        }  # tensors not written yet
-        self._open: dict[
-            str, tuple[BinaryIO, dict[str, int]]
-        ] = {}  # open files, with positions of missing tensors
+    def __init__(
+        self,
+        directory: Path,
+        files: Mapping[str, Tensors],
+    ) -> None:
+        self._directory = directory
+        self._files = files
+        # {tensor that is not written yet: its file}
+        self._left = {name: file for file, tensors in files.items() for name in tensors}
+        # {file that is begun but not complete: its stream}
+        self._streams: dict[str, BinaryIO] = {}
+        # {file that is begun: {tensor that is not written yet: its position}}
+        self._positions: dict[str, dict[str, int]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._pending: deque[Future[None]] = deque()
+        self._previous: Future[None] | None = None
         self._error: Exception | None = None
 
-    def submit(self, compute: Callable[[], dict[str, torch.Tensor]]) -> None:
-        """In the background, call `compute()` and write those of its tensors that belong to this rank's files.
+    def submit(self, compute: Callable[[], Tensors]) -> None:
+        """In the background, call `compute()` and write its tensors of this rank's files.
 
-        If more than `IN_FLIGHT` calls are unfinished, wait for the oldest one.
+        If the previous call is unfinished, wait for it. So only one step waits or is written while
+        the next step is gathered.
         """
-        self._pending.append(self._thread.submit(self._compute_and_write, compute))
-        while len(self._pending) > IN_FLIGHT:
-            self._pending.popleft().result()
+        submitted = self._thread.submit(self._compute_and_write, compute)
+        if self._previous is not None:
+            self._previous.result()
+        self._previous = submitted
 
     def close(self) -> None:
         """Wait until all files are on disk. If there was an error, raise the first one."""
         self._thread.shutdown()
-        for started, _ in self._open.values():
+        for stream in self._streams.values():
             with self.recording_errors():
-                started.close()
+                stream.close()
         if self._error is not None:
             raise self._error
         if self._left:
@@ -91,7 +109,10 @@ class FileWriter:
 
     @contextlib.contextmanager
     def recording_errors(self) -> Iterator[None]:
-        """If the block fails, do not raise the error here. `close` raises the first error that was recorded."""
+        """If the block fails, do not raise the error here.
+
+        `close` raises the first error that was recorded.
+        """
         try:
             yield
         except OSError as error:
@@ -102,14 +123,20 @@ class FileWriter:
             self._error = self._error or error
 
     @torch.no_grad()  # grad mode is per thread
-    def _compute_and_write(self, compute: Callable[[], dict[str, torch.Tensor]]) -> None:
+    def _compute_and_write(self, compute: Callable[[], Tensors]) -> None:
         with self.recording_errors():
-            if self._error is None:
-                for name, tensor in compute().items():
-                    if name in self._left:
-                        self._write(self._left.pop(name), name, tensor)
+            if self._error is not None:
+                return
+            for name, tensor in compute().items():
+                if name in self._left:
+                    self._write(self._left.pop(name), name, tensor)
 
-    def _write(self, file: str, name: str, tensor: torch.Tensor) -> None:
+    def _write(
+        self,
+        file: str,
+        name: str,
+        tensor: torch.Tensor,
+    ) -> None:
         planned = self._files[file][name]
         if tensor.shape != planned.shape:
             raise ExportError(
@@ -117,20 +144,28 @@ class FileWriter:
             )
         tensor = tensor.to(planned.dtype)
         check_finite(name, tensor)
-        if file not in self._open:
-            header, positions = make_header(self._files[file])
-            self._open[file] = (self._directory / file).open("wb"), positions
-            self._open[file][0].write(header)
-        started, positions = self._open[file]
-        start, values = (
-            positions.pop(name),
-            tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy(),
-        )
-        started.seek(start)
-        started.write(values)
-        started.flush()
+        if file not in self._streams:
+            self._begin(file)
+        stream = self._streams[file]
+        position = self._positions[file].pop(name)
+        values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        stream.seek(position)
+        stream.write(values)
+        stream.flush()
         # The kernel starts to write to the disk now, while the next parameter is gathered.
-        os.posix_fadvise(started.fileno(), start, values.nbytes, os.POSIX_FADV_DONTNEED)
-        if not positions:
-            os.fsync(started.fileno())
-            self._open.pop(file)[0].close()
+        os.posix_fadvise(
+            stream.fileno(),
+            position,
+            values.nbytes,
+            os.POSIX_FADV_DONTNEED,
+        )
+        if not self._positions[file]:
+            os.fsync(stream.fileno())
+            del self._streams[file]
+            stream.close()
+
+    def _begin(self, file: str) -> None:
+        header, self._positions[file] = make_header(self._files[file])
+        stream = (self._directory / file).open("wb")
+        self._streams[file] = stream
+        stream.write(header)

@@ -1,15 +1,19 @@
-"""The sources of an export's tensors: a sharded model, a checkpoint of torch DCP, or safetensors files."""
+"""The sources of an export's tensors: a sharded model, a checkpoint of DCP, or safetensors files.
+
+DCP is torch's Distributed Checkpoint.
+"""
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_recipes import distributed
@@ -19,143 +23,220 @@ from hf_fsdp_recipes.errors import ExportError, describe
 from hf_fsdp_recipes.export.files import DTYPES
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 
-_WRAPPERS = re.compile(
-    r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
-)  # names of wrapper modules
+# Names of wrapper modules, which the exported files do not have.
+_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
 @dataclass(frozen=True)
 class Source:
     """One full tensor, which is read only when it is needed."""
 
-    meta: torch.Tensor  # a meta tensor with its shape and dtype
+    meta: Tensor  # a meta tensor with its shape and dtype
     # Takes a rank, and host memory in which the tensor may be returned. Other ranks may get None.
-    read: Callable[[int, torch.Tensor], torch.Tensor | None]
-    is_collective: bool = (
-        False  # True: all ranks must call `read`. False: only the given rank needs to
-    )
+    read: Callable[[int, Tensor], Tensor | None]
+    # True: all ranks must call `read`. False: only the given rank needs to.
+    is_collective: bool = False
+
+    @property
+    def memory_bytes(self) -> int:
+        """The size of the memory for `read`, rounded up so that the next tensor is aligned."""
+        return (self.meta.nbytes + 63) // 64 * 64
 
 
-def on_meta(shape: torch.Size, held: torch.dtype, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a meta tensor of this shape. Its dtype is `held`, or `dtype` if that is given and `held` is floating-point."""
-    return torch.empty(
-        shape, dtype=dtype if dtype is not None and held.is_floating_point else held, device="meta"
-    )
+Sources = Mapping[str, Source]
 
 
-def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, Source]:
+def on_meta(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a meta tensor of the same full shape.
+
+    It has the dtype `dtype` if that is given and the tensor is floating-point. Otherwise, it has
+    the tensor's dtype.
+    """
+    if dtype is None or not tensor.is_floating_point():
+        dtype = tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
+def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Sources:
     """Return the tensors of a model's state dict. Collective.
 
     FSDP2's shards are converted to `dtype` before they are gathered.
     """
     sources = {}
     state = model.state_dict()
-    sharded = next((value for value in state.values() if isinstance(value, DTensor)), None)
-    if sharded is not None and distributed.can_send(sharded.device_mesh.device_type):
-        distributed.open_default_group(torch.device(sharded.device_mesh.device_type))
+    for value in state.values():
+        if isinstance(value, DTensor):
+            device_type = value.device_mesh.device_type
+            if distributed.can_send(device_type):
+                distributed.open_default_group(torch.device(device_type))
+            break  # all shards are on devices of one type
     for name, value in state.items():
-        if isinstance(value, torch.Tensor):  # bitsandbytes also stores strings
-            meta = on_meta(value.shape, value.dtype, dtype)
-            read = functools.partial(_gather, value.detach(), meta.dtype)
-            sources[_WRAPPERS.sub("", name)] = Source(meta, read, isinstance(value, DTensor))
+        if isinstance(value, Tensor):  # bitsandbytes also stores strings
+            meta = on_meta(value, dtype)
+            sources[_WRAPPERS.sub("", name)] = Source(
+                meta,
+                read=functools.partial(_gather, value, meta.dtype),
+                is_collective=isinstance(value, DTensor),
+            )
     return sources
 
 
 def _gather(
-    value: torch.Tensor, dtype: torch.dtype, writer: int, memory: torch.Tensor
-) -> torch.Tensor | None:
-    """Return the full tensor on rank `writer`. Other ranks may get None. Collective if `value` is a DTensor."""
+    value: Tensor,
+    dtype: torch.dtype,
+    writer: int,
+    memory: Tensor,
+) -> Tensor | None:
+    """Return the full tensor on rank `writer`. Other ranks may get None.
+
+    Collective if `value` is a DTensor.
+    """
     value = value.to(dtype)
     if not isinstance(value, DTensor):
         return value
     mesh = value.device_mesh
     replicas = mesh.mesh.reshape(-1, mesh.size(-1)).tolist()  # each row of HSDP's mesh is one
-    ranks = next((row for row in replicas if writer in row), None)
+    ranks = next((replica for replica in replicas if writer in replica), None)
     *outer, inner = value.placements
     is_sharded = inner == Shard(0) and all(placement.is_replicate() for placement in outer)
     if ranks is None or not is_sharded:
-        return value.to(mesh.device_type).full_tensor()  # the shards may be offloaded to the CPU
+        on_device = value.to(mesh.device_type)  # the shards may be offloaded to the CPU
+        assert isinstance(on_device, DTensor)
+        return on_device.full_tensor()
     device_type = mesh.device_type if distributed.can_send(mesh.device_type) else "cpu"
-    local = value.to_local().to(device_type).contiguous()
+    rows = value.to_local().to(device_type).contiguous()
     own = dist.get_rank()
-    if own != writer:
-        _exchange([dist.P2POp(dist.isend, local, writer)] if own in ranks and local.numel() else [])
-        return None
-    if local.device.type != "cpu":  # its allocator reuses memory by itself
-        memory = torch.empty(value.nbytes, dtype=torch.uint8, device=local.device)
+    if own == writer:
+        return _receive(value, rows, ranks, memory)
+    if own in ranks and rows.numel():
+        _exchange([dist.P2POp(dist.isend, rows, writer)])
+    return None
+
+
+def _receive(
+    value: DTensor,
+    own_rows: Tensor,
+    ranks: list[int],
+    memory: Tensor,
+) -> Tensor:
+    """Return the full tensor, put together from the rows (dim 0) of one replica's ranks."""
+    if own_rows.device.type != "cpu":  # an accelerator's allocator reuses memory by itself
+        memory = torch.empty(
+            value.nbytes,
+            dtype=torch.uint8,
+            device=own_rows.device,
+        )
     full = _view(memory, value)
-    parts = dict(
-        zip(ranks, full.chunk(len(ranks)), strict=False)
-    )  # the last ranks may have no part
-    requests = [dist.P2POp(dist.irecv, part, rank) for rank, part in parts.items() if rank != own]
-    if own in parts:
-        parts[own].copy_(local)
+    parts = full.chunk(len(ranks))
+    requests = []
+    for rank, part in zip(ranks, parts, strict=False):  # the last ranks may have no part
+        if rank == dist.get_rank():
+            part.copy_(own_rows)
+        else:
+            requests.append(dist.P2POp(dist.irecv, part, rank))
     _exchange(requests)
     return full
 
 
-def _view(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _view(memory: Tensor, like: Tensor) -> Tensor:
     return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _exchange(requests: list[dist.P2POp]) -> None:
-    for request in dist.batch_isend_irecv(requests) if requests else ():
-        request.wait()
+    if requests:
+        for request in dist.batch_isend_irecv(requests):
+            request.wait()
 
 
-def from_checkpoint(directory: Path) -> dict[str, Source]:
-    """Return the tensors of a torch DCP checkpoint. Names omit the top-level key `model` that Accelerate adds."""
-    if damage := (directory.parent / MANIFEST).is_file() and find_damage(
-        directory.parent, prefix=directory.name
-    ):
-        raise ExportError(
-            f"{directory.parent} cannot be exported: {damage}. Export another checkpoint."
-        )
+class _CheckpointReader(dcp.FileSystemReader):
+    """Reads the metadata of a checkpoint once, and not again for each tensor."""
+
+    @functools.cached_property
+    def metadata(self) -> Metadata:
+        return super().read_metadata()
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        return self.metadata
+
+    def read_tensor(
+        self,
+        key: str,
+        meta: Tensor,
+        rank: int,
+        memory: Tensor,
+    ) -> Tensor:
+        """Return a tensor in `memory`, on any rank."""
+        tensor = _view(memory, meta)
+        try:
+            dcp.load(
+                {key: tensor},
+                storage_reader=self,
+                no_dist=True,
+            )
+        except dcp.CheckpointException as error:  # no subclass of Exception
+            raise ExportError(
+                f"{key} of {self.path} is unreadable: {describe(error.failures[0][0])}"
+            ) from error
+        return tensor
+
+
+def from_checkpoint(directory: Path) -> Sources:
+    """Return the tensors of a DCP checkpoint.
+
+    Their names omit the top-level key `model` that Accelerate adds.
+    """
+    _check_intact(directory)
+    reader = _CheckpointReader(directory)
+    tensors = {
+        key: entry
+        for key, entry in reader.metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    paths = reader.metadata.planner_data or {}
+    tops = {path[0] for key, path in paths.items() if key in tensors and len(path) > 1}
+    prefix = ""  # of a plain state dict
+    if tops:
+        top = "model" if "model" in tops else next(iter(tops))
+        prefix = f"{top}."
+    sources = {}
+    for key, entry in tensors.items():
+        if key.startswith(prefix):
+            name = _WRAPPERS.sub("", key.removeprefix(prefix))
+            meta = torch.empty(
+                entry.size,
+                dtype=entry.properties.dtype,
+                device="meta",
+            )
+            read = functools.partial(reader.read_tensor, key, meta)
+            sources[name] = Source(meta, read)
+    return sources
+
+
+def _check_intact(directory: Path) -> None:
+    """Raise an ExportError if a file differs from the manifest, or if a pickle can run code."""
+    checkpoint = directory.parent
+    if (checkpoint / MANIFEST).is_file():
+        damage = find_damage(checkpoint, prefix=directory.name)
+        if damage:
+            raise ExportError(
+                f"{checkpoint} cannot be exported: {damage}. Export another checkpoint."
+            )
     try:
         check_pickles(directory)
     except Exception as error:  # a forged pickle can raise any error
         raise ExportError(f"{directory} is unusable: {describe(error)}") from error
-    reader = dcp.FileSystemReader(directory)
-    reader.read_metadata = functools.cache(reader.read_metadata)  # read once, not for each tensor
-    metadata = reader.read_metadata()
-    tensors = {
-        k: v
-        for k, v in metadata.state_dict_metadata.items()
-        if isinstance(v, TensorStorageMetadata)
-    }
-    paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in tensors}
-    tops = {
-        path[0] for path in paths.values() if len(path) > 1
-    }  # {"model"}; empty for a plain state dict
-    top = "model" if "model" in tops else next(iter(tops), None)
-    names = {
-        key: ".".join(map(str, path[1:])) if top else key
-        for key, path in paths.items()
-        if top in (None, path[0])
-    }
-
-    def read(key: str, meta: torch.Tensor, _: int, memory: torch.Tensor) -> torch.Tensor:
-        tensor = _view(memory, meta)
-        try:
-            dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
-        except dcp.CheckpointException as error:  # no subclass of Exception
-            raise ExportError(
-                f"{key} of {directory} is unreadable: {describe(error.failures[0][0])}"
-            ) from error
-        return tensor
-
-    def source(key: str) -> Source:
-        meta = on_meta(tensors[key].size, tensors[key].properties.dtype)
-        return Source(meta, functools.partial(read, key, meta))
-
-    return {_WRAPPERS.sub("", name): source(key) for key, name in names.items()}
 
 
-def from_files(checkpoint: Checkpoint) -> dict[str, Source]:
+def from_files(checkpoint: Checkpoint) -> Sources:
     """Return the tensors of all safetensors files in a directory."""
 
     def source(key: str) -> Source:
-        part = checkpoint.slice_of(key)
-        return Source(on_meta(part.get_shape(), DTYPES[part.get_dtype()]), lambda *_: part[...])
+        stored = checkpoint.slice_of(key)
+        meta = torch.empty(
+            stored.get_shape(),
+            dtype=DTYPES[stored.get_dtype()],
+            device="meta",
+        )
+        return Source(meta, lambda rank, memory: stored[...])  # mapped from the file
 
     return {key: source(key) for key in checkpoint.file_of}

@@ -1,7 +1,8 @@
-"""Divides an export into steps. Each step reads a few tensors and computes some of the files' tensors from them.
+"""Divides an export into steps.
 
-Names and shapes in the files are those of `save_pretrained`. Its conversion is applied twice: to meta tensors for the plan,
-and to each step's real tensors during writing.
+Each step reads a few tensors and computes some of the files' tensors from them. Names and shapes in
+the files are those of `save_pretrained`. Its conversion is applied twice: to meta tensors for the
+plan, and to each step's real tensors during writing.
 """
 
 import re
@@ -14,99 +15,129 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.export.sources import Source
-
-Tensors = dict[str, torch.Tensor]
+from hf_fsdp_recipes.export.files import Tensors
+from hf_fsdp_recipes.export.sources import Source, Sources, on_meta
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Computes tensors from the sources named in `inputs`. `outputs` are the computed tensors, on meta."""
+    """Computes tensors from the sources named in `inputs`."""
 
-    inputs: tuple[str, ...]
-    outputs: Tensors
+    inputs: list[str]
+    outputs: Tensors  # the computed tensors, on meta
     compute: Callable[[Tensors], Tensors]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What an export writes: its steps, their sources, and all outputs in the order in which they fill the files."""
+    """What an export writes."""
 
     steps: list[Step]
-    sources: Mapping[str, Source]
-    outputs: Tensors
+    sources: Sources
+    outputs: Tensors  # all outputs of the steps, in the order in which they fill the files
 
 
-def copy_step(name: str, meta: torch.Tensor, source: str) -> Step:
-    """Return a step that writes a source under the name `name`."""
-    return Step((source,), {name: meta}, lambda tensors: {name: tensors[source]})
+def copy_step(
+    name: str,
+    key: str,
+    source: Source,
+    dtype: torch.dtype | None,
+) -> Step:
+    """Return a step that writes a source under the name `name`. `dtype` is as in `on_meta`."""
+    output = on_meta(source.meta, dtype)
+    return Step(
+        inputs=[key],
+        outputs={name: output},
+        compute=lambda tensors: {name: tensors[key]},
+    )
 
 
 def rename_outputs(step: Step, names: Mapping[str, str]) -> Step:
     """Return the same step with its outputs renamed. `names` maps old names to new names."""
-    outputs = {names[name]: value for name, value in step.outputs.items()}
+
+    def rename(tensors: Tensors) -> Tensors:
+        return {names[name]: value for name, value in tensors.items()}
+
     return Step(
         step.inputs,
-        outputs,
-        lambda tensors: {names[k]: v for k, v in step.compute(tensors).items()},
+        outputs=rename(step.outputs),
+        compute=lambda tensors: rename(step.compute(tensors)),
     )
+
+
+def outputs_of(steps: Iterable[Step]) -> Tensors:
+    """Return the outputs of all steps."""
+    return {name: value for step in steps for name, value in step.outputs.items()}
 
 
 def plan_in_file_format(
     model: PreTrainedModel,
-    names: Iterable[str],
-    steps: Iterable[Step],
-    sources: Mapping[str, Source],
+    steps: list[Step],
+    sources: Sources,
 ) -> Plan:
-    """Return a plan that writes the parameters `names` in the format of `save_pretrained`. `steps` compute these parameters.
+    """Return a plan that writes parameters in the format of `save_pretrained`.
 
-    If transformers converts several parameters of one layer together, they form one step.
+    `steps` compute these parameters. If transformers converts several parameters of one layer
+    together, they form one step.
     """
-    steps = list(steps)
-    outputs = _outputs(steps)
-    expected = revert_weight_conversion(model, {name: outputs[name] for name in names})
-    layers: dict[str, list[Step]] = defaultdict(list)
-    for step in steps:
-        first = next(iter(step.outputs))
-        layers["".join(re.findall(r"^.*?\.\d+\.", first))].append(
-            step
-        )  # the key is the name up to its first number
+    expected = revert_weight_conversion(model, outputs_of(steps))
     converted: list[Step] = []
-    for layer in layers.values():
+    for layer in _group_by_layer(steps):
         together = []
         for step in layer:
             alone = _convert([step], model, expected)
-            converted.append(alone) if alone is not None else together.append(step)
-        if together and (joined := _convert(together, model, expected)) is not None:
-            converted.append(joined)
-    found = _outputs(converted)
-    if found.keys() != expected.keys() or sum(len(step.outputs) for step in converted) != len(
-        found
-    ):
-        missing = sorted(expected.keys() - found.keys())[:3]
+            if not alone:
+                together.append(step)
+            converted += alone
+        if together:
+            converted += _convert(together, model, expected)
+    outputs = outputs_of(converted)
+    num_outputs = sum(len(step.outputs) for step in converted)
+    if outputs.keys() != expected.keys() or num_outputs != len(outputs):
+        missing = sorted(expected.keys() - outputs.keys())[:3]
         raise ExportError(
-            f"transformers makes {missing} from several layers. Gather the model and use save_pretrained."
+            f"transformers makes {missing} from several layers. "
+            "Gather the model and use save_pretrained."
         )
-    return Plan(converted, sources, {name: found[name] for name in expected})
+    return Plan(
+        converted,
+        sources,
+        outputs={name: outputs[name] for name in expected},
+    )
 
 
-def _convert(steps: list[Step], model: PreTrainedModel, expected: Tensors) -> Step | None:
-    """Join steps into one step with outputs in the files' format. Return None if this needs tensors of other steps."""
+def _group_by_layer(steps: list[Step]) -> Iterable[list[Step]]:
+    layers: dict[str, list[Step]] = defaultdict(list)
+    for step in steps:
+        first_output = next(iter(step.outputs))
+        match = re.match(r".*?\.\d+\.", first_output)  # the name up to its first number
+        layer = match[0] if match else ""
+        layers[layer].append(step)
+    return layers.values()
+
+
+def _convert(
+    steps: list[Step],
+    model: PreTrainedModel,
+    expected: Tensors,
+) -> list[Step]:
+    """Join steps into one step with outputs in the files' format.
+
+    Return an empty list if this needs tensors of other steps.
+    """
 
     def compute(tensors: Tensors) -> Tensors:
-        computed = {name: value for step in steps for name, value in step.compute(tensors).items()}
+        computed: Tensors = {}
+        for step in steps:
+            computed |= step.compute(tensors)
         return revert_weight_conversion(model, computed)
 
     try:
-        outputs = revert_weight_conversion(model, _outputs(steps))
+        outputs = revert_weight_conversion(model, outputs_of(steps))
     except Exception:  # a conversion needs a tensor that these steps lack
-        return None
-    if not all(
-        name in expected and value.shape == expected[name].shape for name, value in outputs.items()
-    ):
-        return None
-    return Step(tuple(name for step in steps for name in step.inputs), outputs, compute)
-
-
-def _outputs(steps: Iterable[Step]) -> Tensors:
-    return {name: value for step in steps for name, value in step.outputs.items()}
+        return []
+    for name, value in outputs.items():
+        if name not in expected or value.shape != expected[name].shape:
+            return []
+    inputs = [name for step in steps for name in step.inputs]
+    return [Step(inputs, outputs, compute)]

@@ -1,4 +1,4 @@
-"""Small models with FSDP2 shards on the tests' ranks, and comparisons of exports with what stock code writes."""
+"""Small models with FSDP2 shards on ranks, and comparisons of exports with stock code's files."""
 
 import copy
 import json
@@ -27,7 +27,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 @torch.no_grad()
 def change(model: torch.nn.Module, only: str = "") -> None:
-    """Add the same random values on every rank to the parameters that have `only` in their names."""
+    """Add the same random values on every rank to the parameters with `only` in their names."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if only in name:

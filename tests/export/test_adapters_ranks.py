@@ -87,7 +87,10 @@ def test_an_adapted_embedding_that_is_tied_is_not_merged(tiny_model, tmp_path):
 
 
 def _export_zero_rows(directory, folder):
-    """Export an adapter of which a whole row of lora_A, and all of lora_B, are zero, as they may be after training."""
+    """Export an adapter of which a whole row of lora_A, and all of lora_B, are zero.
+
+    They may be so after training.
+    """
     from hf_fsdp_recipes import export_model
 
     model = adapt(load(directory), target_modules=["q_proj"])
@@ -106,7 +109,7 @@ def test_zero_rows_of_an_adapter_are_exported(tiny_model, tmp_path):
 
 
 def _export_4bit(directory, data, folder):
-    """Train an adapter on a 4-bit model, and export it alone and merged into the base model's files."""
+    """Train an adapter on a 4-bit model. Export it alone, and merged into the base's files."""
     from hf_fsdp_recipes import export_model
 
     trainer = build(

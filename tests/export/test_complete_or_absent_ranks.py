@@ -1,4 +1,7 @@
-"""An export is complete or absent, an existing directory is never touched, and an error on one rank is one on all."""
+"""An export is complete or absent, and an error on one rank is one on all.
+
+An existing directory is never touched.
+"""
 
 import functools
 import os

@@ -1,4 +1,7 @@
-"""`export_checkpoint` in one process: from checkpoints of this package, of stock code and of version two, and from adapters."""
+"""`export_checkpoint` in one process.
+
+It exports checkpoints of this package, of stock code and of version two, and adapters.
+"""
 
 import os
 import pickle
@@ -42,7 +45,10 @@ def _train(model, data, output, options):
 
 @pytest.fixture(scope="module")
 def trained(tiny_model, text_file, tmp_path_factory):
-    """Return a function that trains a model once and returns its output directory, with `checkpoint-2` and `live`."""
+    """Return a function that trains a model once and returns its output directory.
+
+    The directory has `checkpoint-2` and `live`.
+    """
     made = {}
 
     def train(kind, num_ranks=2, **options):
@@ -58,9 +64,13 @@ def trained(tiny_model, text_file, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
-    [("llama", 2), pytest.param("llama_tied", 2, marks=pytest.mark.slow), ("qwen3_moe", 3),
-     pytest.param("gpt_oss", 2, marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        ("llama", 2),
+        pytest.param("llama_tied", 2, marks=pytest.mark.slow),
+        ("qwen3_moe", 3),
+        pytest.param("gpt_oss", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_gives_the_files_that_the_running_model_gives(
     kind, num_ranks, trained, tmp_path, monkeypatch
 ):
@@ -75,9 +85,8 @@ def test_a_checkpoint_gives_the_files_that_the_running_model_gives(
         AutoTokenizer.from_pretrained(exported).chat_template
         == AutoTokenizer.from_pretrained(run / "live").chat_template
     )
-    monkeypatch.setenv(
-        "LOCAL_WORLD_SIZE", "4"
-    )  # this process may still have the variables of a launcher
+    # This process may still have the variables of a launcher.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     smaller = export_checkpoint(
         run / "checkpoint-2", tmp_path / "bf16", dtype="bfloat16", max_shard_size="40KB"
     )
@@ -115,10 +124,17 @@ def test_an_adapters_checkpoint_is_exported_alone_and_merged(lora, trained, tiny
     ("lora", "error"),
     [
         ({"target_modules": ["q_proj", "v_proj"]}, None),
-        ({"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}, "is not one tensor of the base"),
-        pytest.param({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "changed the base", marks=pytest.mark.slow),
+        (
+            {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]},
+            "is not one tensor of the base",
+        ),
+        pytest.param(
+            {"target_modules": ["q_proj"], "init_lora_weights": "pissa"},
+            "changed the base",
+            marks=pytest.mark.slow,
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_adapter_is_merged_into_files_that_hold_experts_one_by_one(
     lora, error, tiny_model, tmp_path
 ):

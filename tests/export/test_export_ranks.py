@@ -1,4 +1,4 @@
-"""`export_model` on ranks: the files of the sharded model are those that `save_pretrained` writes of the whole one."""
+"""`export_model` on ranks: the files are those that `save_pretrained` writes of the whole model."""
 
 import copy
 import ctypes
@@ -88,7 +88,10 @@ def test_activation_checkpointing_and_compilation_do_not_change_the_files(tiny_m
 
 
 def _measure(folder):
-    """Export a model of 3 equal layers; return the peak memory above the shard, and the size of the largest parameter."""
+    """Export a model of 3 equal layers.
+
+    Return the peak memory above the shard, and the size of the largest parameter.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from hf_fsdp_recipes import export_model
@@ -103,9 +106,8 @@ def _measure(folder):
     export_model(model, folder / "export")  # imports what is needed
     with PeakMemory() as memory:
         export_model(model, folder / "export", max_shard_size="300MB")
-    return memory.growth_bytes / 1e6, max(
-        parameter.nbytes for parameter in model.parameters()
-    ) / 1e6
+    largest_bytes = max(parameter.nbytes for parameter in model.parameters())
+    return memory.growth_bytes / 1e6, largest_bytes / 1e6
 
 
 @pytest.mark.slow

@@ -1,0 +1,160 @@
+"""Writes an export: an adapter, or weights that the ranks gather and write one step at a time."""
+
+import functools
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards_factory
+from peft import PeftModel
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.export import directory, shells
+from hf_fsdp_recipes.export.files import FileWriter, PathLike, check_finite
+from hf_fsdp_recipes.export.sources import Sources, on_meta
+from hf_fsdp_recipes.export.steps import Plan, Step
+
+
+def write_adapter(
+    model: PeftModel,
+    held: Sources,
+    output_dir: PathLike,
+    dtype: torch.dtype | None,
+    save_tokenizer: Callable[[Path], None],
+) -> Path:
+    """Gather the adapter on rank 0, which writes it with PEFT's `save_pretrained`. Collective."""
+    is_main = distributed.is_main()
+    with distributed.agreed():
+        metas = {name: source.meta for name, source in held.items()}
+        stored = shells.match_adapter(model, metas)
+    names = distributed.from_main(sorted(set(stored.values())))
+
+    def write(target: Path) -> None:
+        state = {}
+        for name in names:
+            source = held[name]
+            if source.is_collective or is_main:
+                memory = torch.empty(source.meta.nbytes, dtype=torch.uint8)
+                tensor = source.read(0, memory)
+                if tensor is not None and is_main:
+                    state[name] = tensor.to("cpu", on_meta(tensor, dtype).dtype)
+        with distributed.agreed():
+            if is_main:
+                for name, tensor in state.items():
+                    check_finite(name, tensor)
+                model.save_pretrained(
+                    str(target),
+                    state_dict=state,
+                    selected_adapters=[model.active_adapter],
+                )
+                save_tokenizer(target)
+
+    return directory.create(output_dir, write)
+
+
+def write_weights(
+    plan: Plan,
+    shell: PreTrainedModel,
+    output_dir: PathLike,
+    max_shard_size: int | str,
+    save_tokenizer: Callable[[Path], None],
+) -> Path:
+    """Write the weights, the configs and the tokenizer. Collective."""
+    split = split_state_dict_into_shards_factory(
+        plan.outputs,
+        # Views of one tensor stay in one file.
+        get_storage_id=lambda value: StorageWeakRef(value.untyped_storage()),
+        get_storage_size=get_torch_storage_size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    dtype = next(value.dtype for value in plan.outputs.values() if value.is_floating_point())
+
+    def write(target: Path) -> None:
+        _write_files(plan, split.filename_to_tensors, target)
+        with distributed.agreed():
+            if distributed.is_main():
+                directory.write_configs(target, shell, dtype)
+                if split.is_sharded:
+                    directory.write_index(target, shell, split)
+                save_tokenizer(target)
+
+    return directory.create(output_dir, write)
+
+
+@torch.no_grad()
+def _write_files(
+    plan: Plan,
+    files: Mapping[str, list[str]],
+    target: Path,
+) -> None:
+    """Write all files, given as {file name: names of its tensors}. Collective.
+
+    After an error, the remaining tensors are still gathered but not written.
+    """
+    own_rank = distributed.rank()
+    num_writers = 1
+    if distributed.is_distributed():
+        # Only the ranks on rank 0's node write: the other nodes may not share this node's disk.
+        num_writers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own_files = {}
+    rank_of = {}  # {name of a tensor: the rank that writes it}
+    for number, (file, names) in enumerate(files.items()):
+        rank = number % num_writers
+        for name in names:
+            rank_of[name] = rank
+        if rank == own_rank:
+            own_files[file] = {name: plan.outputs[name] for name in names}
+    file_writer = FileWriter(target, own_files)
+    # One half of this memory is filled while the other half is written. The kernel would clear new
+    # memory first, which is slow.
+    largest = max(
+        sum(plan.sources[name].memory_bytes for name in step.inputs) for step in plan.steps
+    )
+    memories = itertools.cycle(torch.empty(2, largest, dtype=torch.uint8))
+    turns = _in_turns(plan.steps, rank_of)
+    for rank, step in logging.tqdm(
+        turns,
+        desc="Exporting weights",
+        disable=not distributed.is_main(),
+    ):
+        is_writer = rank == own_rank
+        memory = next(memories) if is_writer else torch.empty(0)
+        tensors = {}
+        for name in step.inputs:
+            source = plan.sources[name]
+            # After an error, this rank still helps to gather tensors.
+            with file_writer.recording_errors():
+                if source.is_collective or is_writer:
+                    tensors[name] = source.read(rank, memory)
+            memory = memory[source.memory_bytes :]
+        if is_writer:
+            file_writer.submit(functools.partial(step.compute, tensors))
+        del tensors  # not needed while the next step is gathered
+    with distributed.agreed():
+        file_writer.close()
+
+
+def _in_turns(
+    steps: list[Step],
+    rank_of: Mapping[str, int],
+) -> list[tuple[int, Step]]:
+    """Return (rank, step) pairs: which rank writes which step.
+
+    They are sorted so that all ranks write in parallel. `rank_of` maps outputs to ranks.
+    """
+    turns = []
+    written: Counter[int] = Counter()  # {rank: bytes of its turns so far}
+    for step in steps:
+        for rank in dict.fromkeys(rank_of[name] for name in step.outputs):
+            turns.append((written[rank], rank, step))
+        for name, value in step.outputs.items():
+            written[rank_of[name]] += value.nbytes
+    turns.sort(key=lambda turn: turn[0])
+    return [(rank, step) for _, rank, step in turns]
