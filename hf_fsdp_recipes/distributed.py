@@ -77,9 +77,10 @@ def open_default_group(device: torch.device) -> None:
     """Let all ranks take part in the default group's first operation. Collective.
 
     NCCL creates the group's communicator in it. Only after that may some of the ranks send each
-    other tensors of the device.
+    other tensors of the device. A single rank sends nothing, and a communicator takes 350 MB.
     """
-    dist.broadcast(torch.zeros(1, device=device), 0)
+    if world_size() > 1:
+        dist.broadcast(torch.zeros(1, device=device), 0)
 
 
 def can_send(device_type: str) -> bool:
