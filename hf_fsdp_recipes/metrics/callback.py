@@ -40,11 +40,10 @@ class MetricsCallback(TrainerCallback):
             averages.
     """
 
+    _start: Entry | None  # the entry of this start, until it is written
     _seconds: dict[str, float]  # {phase: seconds since the last logged step}
     _phase_began_at: float
     _host_bytes: int
-    _logged_step: int
-    _start: Entry | None  # the entry of this start, until it is written
 
     def __init__(self, *, throughput_warmup_steps: int = 3) -> None:
         self._warmup_steps = throughput_warmup_steps
@@ -72,8 +71,7 @@ class MetricsCallback(TrainerCallback):
         self._start = start
         assert args.output_dir is not None
         self._file = Path(args.output_dir) / metrics_file.METRICS_FILE
-        self._device = args.device
-        self._start_step = state.global_step
+        self._warm_at_step = state.global_step + self._warmup_steps
         self._is_running = True
         self._counts = torch.zeros(2, dtype=torch.int64, device=args.device)
         self._hook = model.register_forward_pre_hook(self._count_batch, with_kwargs=True)
@@ -88,7 +86,7 @@ class MetricsCallback(TrainerCallback):
         If the warm-up ends between two logged steps, discard what was measured so far.
         """
         self._end_phase("data")
-        if self._logged_step < state.global_step == self._start_step + self._warmup_steps:
+        if self._logged_step < state.global_step == self._warm_at_step:
             self._begin_interval(state)
 
     def on_substep_end(self, *_: object, **kwargs: object) -> None:
@@ -128,8 +126,7 @@ class MetricsCallback(TrainerCallback):
         entry: Entry = {
             name: value for name, value in logs.items() if isinstance(value, int | float)
         }
-        entry["step"] = state.global_step
-        entry["epoch"] = state.epoch
+        entry |= {"step": state.global_step, "epoch": state.epoch}
         if "loss" in logs:
             entry |= self._measure(state)
             for name in LOGGED:
@@ -175,18 +172,14 @@ class MetricsCallback(TrainerCallback):
         own = {
             "counts": self._counts.tolist(),
             "host_bytes": self._host_bytes,
-            **memory.pop_device_bytes(self._device),
+            **memory.pop_device_bytes(self._counts.device),
         }
         ranks = distributed.gather(own)
         entry: Entry = {name: [rank[name] for rank in ranks] for name in own}
-        counts = entry.pop("counts")
-        tokens = sum(tokens for tokens, _ in counts)
-        pairs = sum(pairs for _, pairs in counts)
+        tokens, pairs = torch.tensor(entry.pop("counts")).sum(dim=0).tolist()
         seconds = sum(self._seconds[phase] for phase in PHASES if phase not in NOT_TRAINING)
         num_steps = state.global_step - self._logged_step
-        entry["tokens"] = tokens
-        entry["num_steps"] = num_steps
-        entry["seconds"] = self._seconds
+        entry |= {"tokens": tokens, "num_steps": num_steps, "seconds": self._seconds}
         entry["step_seconds"] = seconds / max(1, num_steps)
         if tokens:
             entry["tokens_per_second"] = tokens / seconds
@@ -194,7 +187,7 @@ class MetricsCallback(TrainerCallback):
         if self._flops and self._peak_flops:
             flops_per_second = self._flops.training(tokens, pairs) / seconds / len(ranks)
             entry["mfu"] = flops_per_second / self._peak_flops
-        if state.global_step <= self._start_step + self._warmup_steps:
+        if state.global_step <= self._warm_at_step:
             entry["is_warmup"] = True
         self._begin_interval(state)
         return entry
@@ -213,7 +206,7 @@ class MetricsCallback(TrainerCallback):
             return
         if start is not None:
             with self._errors_as_warnings():
-                metrics_file.begin(self._file, self._start_step, start)
+                metrics_file.begin(self._file, start)
         with self._errors_as_warnings():
             metrics_file.append(self._file, entry)
 

@@ -11,7 +11,7 @@ Source: PaLM (arXiv:2204.02311), appendix B.
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -56,12 +56,12 @@ WINDOWED = ("sliding_attention", "chunked_attention")
 class ModelFlops(NamedTuple):
     """Sizes of a model that determine its FLOPs."""
 
-    matmul_parameters: int = 0  # parameters in the matrix products of one token
-    trainable_parameters: int = 0  # how many of them are trained
+    matmul_parameters: int  # parameters in the matrix products of one token
+    trainable_parameters: int  # how many of them are trained
     # heads * (query dim + value dim), summed over the layers with full attention
-    attention_width: int = 0
-    window_width: int = 0  # the same, summed over the layers with sliding-window attention
-    window: int = 0  # length of the window in tokens
+    attention_width: int
+    window_width: int  # the same, summed over the layers with sliding-window attention
+    window: int  # length of the window in tokens
 
     def training(self, tokens: int, pairs: int) -> int:
         """Return the FLOPs of the forward and backward passes.
@@ -139,7 +139,7 @@ def _count_matmuls(model: "PreTrainedModel") -> tuple[int, int]:
     return num_matmul, num_trained
 
 
-def count_tokens(inputs: Mapping[str, object]) -> torch.Tensor:
+def count_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
     """Count a batch's tokens, excluding padding, without waiting for the device.
 
     Args:
@@ -155,24 +155,18 @@ def count_tokens(inputs: Mapping[str, object]) -> torch.Tensor:
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         lengths = mask.sum(dim=-1)
     elif isinstance(positions, torch.Tensor) and positions.ndim == 2:
-        return _count_packed_tokens(positions)
+        following = nn.functional.pad(positions[:, 1:], (0, 1))
+        is_token = ((positions != 0) | (following != 0)).long()
+        # The host does not know the lengths n. So n * n is summed as 1 + 3 + 5 + ... + (2 n - 1).
+        pairs = (2 * positions.long() + 1) * is_token
+        return torch.stack([is_token.sum(), pairs.sum()])
     else:
         batch = inputs.get("input_ids")
         if batch is None:
             batch = inputs["inputs_embeds"]
-        assert isinstance(batch, torch.Tensor)
         num_rows, length = batch.shape[:2]
         lengths = torch.full((num_rows,), length, device=batch.device)
     return torch.stack([lengths.sum(), (lengths * lengths).sum()])
-
-
-def _count_packed_tokens(positions: torch.Tensor) -> torch.Tensor:
-    """Count tokens by their (rows, length) `position_ids`. Return the same as `count_tokens`."""
-    following = nn.functional.pad(positions[:, 1:], (0, 1))
-    is_token = ((positions != 0) | (following != 0)).long()
-    # The host does not know the lengths n. So n * n is summed as 1 + 3 + 5 + ... + (2 n - 1).
-    pairs = (2 * positions.long() + 1) * is_token
-    return torch.stack([is_token.sum(), pairs.sum()])
 
 
 def find_peak_flops(device_name: str, dtype: str) -> float:

@@ -74,20 +74,13 @@ def read_cgroups(root: Path, path: str, names: CgroupNames) -> list[int]:
             with contextlib.suppress(OSError, ValueError):
                 limit = int((directory / limit_file).read_text())
                 usage = int((directory / names.usage_file).read_text())
-                left.append(limit - usage + _file_bytes(directory, names.prefix))
+                lines = (directory / "memory.stat").read_text().splitlines()
+                stat = dict(line.split() for line in lines)
+                active = int(stat.get(f"{names.prefix}active_file", 0))
+                inactive = int(stat.get(f"{names.prefix}inactive_file", 0))
+                left.append(limit - usage + active + inactive)
         directory = directory.parent
     return left
-
-
-def _file_bytes(cgroup: Path, prefix: str) -> int:
-    """Return the size of a cgroup's pages of files."""
-    fields = (f"{prefix}active_file", f"{prefix}inactive_file")
-    total = 0
-    for line in (cgroup / "memory.stat").read_text().splitlines():
-        field, number = line.split()
-        if field in fields:
-            total += int(number)
-    return total
 
 
 def pop_device_bytes(device: torch.device) -> dict[str, int]:

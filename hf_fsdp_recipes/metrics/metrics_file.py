@@ -29,16 +29,18 @@ def read_metrics(path: Path) -> list[Entry]:
     return entries
 
 
-def begin(path: Path, step: int, entry: Entry) -> None:
+def begin(path: Path, start: Entry) -> None:
     """Add the entry for the start of a run.
 
-    Of the earlier entries, keep those up to `step`. If `step` is 0, keep none.
+    Of the earlier entries, keep those up to the step that the run starts from. Keep none if this
+    is step 0.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = []
-    if step:
-        entries = [old for old in read_metrics(path) if old.get("step", 0) <= step]
-    entries.append(entry)
+    from_step = start["from_step"]
+    if from_step:
+        entries = [entry for entry in read_metrics(path) if entry.get("step", 0) <= from_step]
+    entries.append(start)
     part = path.with_suffix(".part")
     part.write_text("".join(map(_to_line, entries)))
     part.replace(path)

@@ -106,12 +106,12 @@ def test_a_run_that_is_going_or_ended_in_its_warm_up_has_a_report(tmp_path):
 
 def test_a_resumed_run_keeps_earlier_steps_and_drops_those_that_it_repeats(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    metrics_file.begin(path, 0, START)
+    metrics_file.begin(path, START)
     for number in (1, 2, 3):
         metrics_file.append(path, step(number))
     with path.open("a") as file:
         file.write('{"step": 4, "lo')
-    metrics_file.begin(path, 2, START | {"from_step": 2})
+    metrics_file.begin(path, START | {"from_step": 2})
     metrics_file.append(path, step(3, loss=30.0))
     entries = metrics_file.read_metrics(path)
     assert [entry.get("step", "start") for entry in entries] == ["start", 1, 2, "start", 3]
