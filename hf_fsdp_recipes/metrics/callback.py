@@ -20,9 +20,22 @@ from hf_fsdp_recipes.metrics.metrics_file import NOT_TRAINING, PHASES, Entry
 
 logger = logging.getLogger(__name__)
 
-LOGGED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds")
-PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}  # {Accelerate's name: torch's name}
-LOGGED_MEMORY = {"host_memory_gb": "host_bytes", "device_peak_memory_gb": "device_peak_bytes"}
+LOGGED = (
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "mfu",
+    "step_seconds",
+)
+# {name in Trainer's logs: name in metrics.jsonl}
+LOGGED_MEMORY = {
+    "host_memory_gb": "host_bytes",
+    "device_peak_memory_gb": "device_peak_bytes",
+}
+# {Accelerate's name: torch's name}
+PRECISIONS = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}
 
 
 class MetricsCallback(TrainerCallback):
@@ -53,7 +66,11 @@ class MetricsCallback(TrainerCallback):
         self._peak_flops: float | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Print the wrapped model and start measuring."""
         model = kwargs["model"]
@@ -74,12 +91,19 @@ class MetricsCallback(TrainerCallback):
         self._warm_at_step = state.global_step + self._warmup_steps
         self._is_running = True
         self._counts = torch.zeros(2, dtype=torch.int64, device=args.device)
-        self._hook = model.register_forward_pre_hook(self._count_batch, with_kwargs=True)
+        self._hook = model.register_forward_pre_hook(
+            self._count_batch,
+            with_kwargs=True,
+        )
         memory.pop_device_bytes(args.device)
         self._begin_interval(state)
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        *_: object,
+        **kwargs: object,
     ) -> None:
         """End the data phase.
 
@@ -114,7 +138,11 @@ class MetricsCallback(TrainerCallback):
         self._end_phase("save")
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Write an entry to metrics.jsonl, and add figures to Trainer's logs.
 
@@ -139,14 +167,24 @@ class MetricsCallback(TrainerCallback):
         self._append(entry)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        *_: object,
+        **kwargs: object,
     ) -> None:
         """Write an entry with the time since the last logged step. Then write the report."""
         self._end_phase("other")
         self._is_running = False
         self._hook.remove()
         step = state.global_step
-        self._append({"step": step, "ended_at_step": step, "seconds": self._seconds})
+        self._append(
+            {
+                "step": step,
+                "ended_at_step": step,
+                "seconds": self._seconds,
+            }
+        )
         if distributed.is_main():
             with self._errors_as_warnings():
                 report.write_report(self._file.parent)
@@ -179,7 +217,11 @@ class MetricsCallback(TrainerCallback):
         tokens, pairs = torch.tensor(entry.pop("counts")).sum(dim=0).tolist()
         seconds = sum(self._seconds[phase] for phase in PHASES if phase not in NOT_TRAINING)
         num_steps = state.global_step - self._logged_step
-        entry |= {"tokens": tokens, "num_steps": num_steps, "seconds": self._seconds}
+        entry |= {
+            "tokens": tokens,
+            "num_steps": num_steps,
+            "seconds": self._seconds,
+        }
         entry["step_seconds"] = seconds / max(1, num_steps)
         if tokens:
             entry["tokens_per_second"] = tokens / seconds
@@ -192,7 +234,12 @@ class MetricsCallback(TrainerCallback):
         self._begin_interval(state)
         return entry
 
-    def _count_batch(self, module: torch.nn.Module, args: object, kwargs: Entry) -> None:
+    def _count_batch(
+        self,
+        module: torch.nn.Module,
+        args: object,
+        kwargs: dict[str, Any],
+    ) -> None:
         if module.training and torch.is_grad_enabled():
             with self._errors_as_warnings():
                 self._counts.add_(flops.count_tokens(kwargs).to(self._counts.device))
@@ -224,7 +271,11 @@ class MetricsCallback(TrainerCallback):
             self._has_warned = True
 
 
-def _describe_run(args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> Entry:
+def _describe_run(
+    args: TrainingArguments,
+    state: TrainerState,
+    model: torch.nn.Module,
+) -> Entry:
     """Return the entry that is written to metrics.jsonl each time the run starts or resumes."""
     config = getattr(model, "config", None)
     model_name = Path(getattr(config, "_name_or_path", "") or type(model).__name__).name

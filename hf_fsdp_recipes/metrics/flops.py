@@ -11,13 +11,11 @@ Source: PaLM (arXiv:2204.02311), appendix B.
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 # Dense peaks in TFLOP/s for bfloat16 and float16, from the vendors' data sheets and white papers.
 # Figures with structured sparsity are halved, and so is that of an MI250X, which is two devices.
@@ -49,8 +47,15 @@ PEAKS = {
 VENDOR_AND_SERIES = re.compile(r"\b(nvidia|amd|intel|geforce|instinct)\b|\((r|tm)\)")
 
 # Names of the number of experts in configs.
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-WINDOWED = ("sliding_attention", "chunked_attention")
+NUM_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)
+WINDOWED = (
+    "sliding_attention",
+    "chunked_attention",
+)
 
 
 class ModelFlops(NamedTuple):
@@ -70,11 +75,11 @@ class ModelFlops(NamedTuple):
         """
         pairs_in_windows = min(pairs, self.window * tokens)
         attention = self.attention_width * pairs + self.window_width * pairs_in_windows
-        products = 4 * self.matmul_parameters + 2 * self.trainable_parameters
-        return products * tokens + 6 * attention
+        parameters = 4 * self.matmul_parameters + 2 * self.trainable_parameters
+        return parameters * tokens + 6 * attention
 
 
-def find_model_flops(model: "PreTrainedModel") -> ModelFlops:
+def find_model_flops(model: PreTrainedModel) -> ModelFlops:
     """Return the sizes of a transformers decoder.
 
     The model may have a PEFT adapter, be on meta, or be sharded. With LoRA, the backward pass is
@@ -95,17 +100,15 @@ def find_model_flops(model: "PreTrainedModel") -> ModelFlops:
         layer_types = [kind] * config.num_hidden_layers
     num_windowed = sum(kind in WINDOWED for kind in layer_types)
     width = _attention_width(config)
-    matmul_parameters, trainable_parameters = _count_matmuls(model)
     return ModelFlops(
-        matmul_parameters,
-        trainable_parameters,
+        *_count_matmuls(model),
         attention_width=layer_types.count("full_attention") * width,
         window_width=num_windowed * width,
         window=window,
     )
 
 
-def _attention_width(config: "PreTrainedConfig") -> int:
+def _attention_width(config: PreTrainedConfig) -> int:
     """Return heads * (query dim + value dim) of one layer."""
     num_heads = config.num_attention_heads
     query_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
@@ -115,7 +118,7 @@ def _attention_width(config: "PreTrainedConfig") -> int:
     return num_heads * (query_dim + value_dim)
 
 
-def _count_matmuls(model: "PreTrainedModel") -> tuple[int, int]:
+def _count_matmuls(model: PreTrainedModel) -> tuple[int, int]:
     """Return how many parameters are multiplied with each token, and how many are trained."""
     num_matmul = 0
     num_trained = 0

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 METRICS_FILE = "metrics.jsonl"
-PHASES = ("data", "forward_backward", "optimizer", "save", "evaluation", "other")
+PHASES = (
+    "data",
+    "forward_backward",
+    "optimizer",
+    "save",
+    "evaluation",
+    "other",
+)
 NOT_TRAINING = ("save", "evaluation")  # phases that throughput excludes
 
 Entry: TypeAlias = dict[str, Any]
@@ -42,18 +49,14 @@ def begin(path: Path, start: Entry) -> None:
         entries = [entry for entry in read_metrics(path) if entry.get("step", 0) <= from_step]
     entries.append(start)
     part = path.with_suffix(".part")
-    part.write_text("".join(map(_to_line, entries)))
+    part.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     part.replace(path)
 
 
 def append(path: Path, entry: Entry) -> None:
     """Append an entry."""
     with path.open("a") as file:
-        file.write(_to_line(entry))
-
-
-def _to_line(entry: Entry) -> str:
-    return json.dumps(entry) + "\n"
+        file.write(json.dumps(entry) + "\n")
 
 
 def average(steps: Sequence[Entry], rate: str) -> float | None:
@@ -64,10 +67,6 @@ def average(steps: Sequence[Entry], rate: str) -> float | None:
     measured = [step for step in steps if rate in step and not step.get("is_warmup")]
     if not measured:
         return None
-    amounts = []
-    seconds = []
-    for step in measured:
-        weight = step["step_seconds"] * step["num_steps"]
-        amounts.append(step[rate] * weight)
-        seconds.append(weight)
+    seconds = [step["step_seconds"] * step["num_steps"] for step in measured]
+    amounts = [step[rate] * weight for step, weight in zip(measured, seconds, strict=True)]
     return sum(amounts) / sum(seconds)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 Row: TypeAlias = tuple[str, str]  # name and value
 
-REPORT_FILE = "report.md"
 LOG_HEADER = "    step       loss    seconds  peak memory, largest rank"
 MEMORY = {
     "host memory at optimizer steps": "host_bytes",
@@ -28,7 +27,10 @@ MEMORY = {
 }
 # {title of a plot: {name of a value or phase: its label}}
 PLOTS = {
-    "Loss, nats per token": {"loss": "training loss", "eval_loss": "evaluation loss"},
+    "Loss, nats per token": {
+        "loss": "training loss",
+        "eval_loss": "evaluation loss",
+    },
     "Tokens/s, without padding": {"tokens_per_second": "all ranks"},
     "Seconds per step": {phase: phase for phase in PHASES},
     "Host memory at optimizer steps, GB, largest rank": {"host_bytes": "anonymous pages"},
@@ -55,19 +57,26 @@ def write_report(output_dir: Path) -> Path:
     starts = [entry for entry in entries if "run" in entry]
     steps = [entry for entry in entries if "loss" in entry]
     run = str(starts[-1]["run"]) if starts else output_dir.name
-    report = output_dir / REPORT_FILE
     try:
         rows = [*_run_rows(entries, starts), *_step_rows(steps)]
         log = output_dir / f"{Path(run).name}.txt"
         log.write_text(_format_log(rows, steps))
-        draw(entries).savefig(report.with_suffix(".png"))
+        draw(entries).savefig(output_dir / "report.png")
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise ToolError(
             f"{file} has a line with missing or invalid values ({describe(error)}). Delete it."
         ) from error
-    lines = [f"# {run}", "", "| metric | value |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in rows]
-    lines += ["", "![plots](report.png)", ""]
+    report = output_dir / "report.md"
+    lines = [
+        f"# {run}",
+        "",
+        "| metric | value |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows),
+        "",
+        "![plots](report.png)",
+        "",
+    ]
     report.write_text("\n".join(lines))
     return report
 
@@ -79,31 +88,25 @@ def _run_rows(entries: Sequence[Entry], starts: Sequence[Entry]) -> Iterator[Row
     """
     last_step = max(entry.get("step", 0) for entry in entries)
     if starts:
-        max_steps = starts[-1]["max_steps"]
-        yield "steps", f"{last_step:,} of {max_steps:,}"
+        start = starts[-1]
+        yield "steps", f"{last_step:,} of {start['max_steps']:,}"
         resumed = [str(start["from_step"]) for start in starts if start["from_step"]]
         if resumed:
             yield "resumed from step", ", ".join(resumed)
-        yield from _start_rows(starts[-1])
+        batch = start["batch_per_device"]
+        ranks = start["num_ranks"]
+        accumulated = start["gradient_accumulation_steps"]
+        total = batch * ranks * accumulated
+        yield "model", start["model"]
+        yield "ranks", f"{ranks} x {start['device']}, {start['dtype']}"
+        yield "batch size", f"{total:,} = {batch} x {ranks} ranks x {accumulated} accumulated"
+        if "no_mfu" in start:
+            yield "MFU", f"n/a ({start['no_mfu']})"
     else:
         yield "steps", f"{last_step:,}"
     losses = [entry["eval_loss"] for entry in entries if "eval_loss" in entry]
     if losses:
         yield "evaluation loss, last", f"{losses[-1]:.4f}"
-
-
-def _start_rows(start: Entry) -> Iterator[Row]:
-    batch = start["batch_per_device"]
-    ranks = start["num_ranks"]
-    accumulated = start["gradient_accumulation_steps"]
-    total = batch * ranks * accumulated
-    device = start["device"]
-    dtype = start["dtype"]
-    yield "model", start["model"]
-    yield "ranks", f"{ranks} x {device}, {dtype}"
-    yield "batch size", f"{total:,} = {batch} x {ranks} ranks x {accumulated} accumulated"
-    if "no_mfu" in start:
-        yield "MFU", f"n/a ({start['no_mfu']})"
 
 
 def _step_rows(steps: Sequence[Entry]) -> Iterator[Row]:

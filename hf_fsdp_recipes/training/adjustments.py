@@ -5,13 +5,12 @@ resume.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from datasets import IterableDataset
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import DataCollator, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 
 from hf_fsdp_recipes.errors import RecipeError
@@ -34,8 +33,10 @@ def adjust(trainer: SFTTrainer, is_streamed: bool) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin and plugin.mixed_precision_policy:
         # The policy's own reduce_dtype would sum gradients in 16 bits.
-        policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
-        plugin.mixed_precision_policy = policy
+        plugin.mixed_precision_policy = dataclasses.replace(
+            plugin.mixed_precision_policy,
+            reduce_dtype=torch.float32,
+        )
         assert trainer.model is not None
         gather_units_once(trainer.model)
 
@@ -73,13 +74,11 @@ class PackingCheck(TrainerCallback):
         RecipeError: on every rank, if packed rows are not kept apart when training starts.
     """
 
-    def __init__(self, collate: Callable[..., dict[str, object]]) -> None:
+    def __init__(self, collate: DataCollator) -> None:
         self._collate = collate
 
     @torch.no_grad()
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *_: object, **kwargs: Any) -> None:
         """Pack the same row first behind one row and then behind another.
 
         Compare its outputs in both packs. Collective.

@@ -96,9 +96,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         recipe = read_recipe(file)
     names = set(recipe)
     for word in words:
-        option = re.match(r"--([\w-]+)", word)
-        if option:
-            names.add(option[1])
+        names.update(re.findall(r"^--([\w-]+)", word))
     parser = _build_parser()
     actions = {action.dest: action for action in parser._actions}
     mistakes: list[str] = []
@@ -109,7 +107,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     try:
         arguments = Arguments(*parser.parse_args_and_config(words))
     except (ValueError, TypeError, ImportError) as error:  # raised by the classes' own checks
-        raise RecipeError(f"an argument is refused: {' '.join(str(error).split())}") from error
+        text = " ".join(str(error).split())
+        raise RecipeError(f"an argument is refused: {text}") from error
     if file:
         _find_relative_paths(arguments, file.parent)
     return arguments
@@ -122,11 +121,20 @@ def _build_parser() -> "TrlParser":
         def error(self, message: str) -> NoReturn:
             raise RecipeError(f"{message}.")  # argparse would print a page of usage
 
-    classes = (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments)
+    classes = (
+        ScriptArguments,
+        SFTConfig,
+        ModelConfig,
+        DatasetMixtureConfig,
+        RecipeArguments,
+    )
     parser = Parser(classes, allow_abbrev=False)  # type: ignore[arg-type]  # asks for one class
     # Set by the launcher. TRL would take bf16.
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    parser.set_defaults(bf16=precision == "bf16", fp16=precision == "fp16")
+    parser.set_defaults(
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+    )
     if patches.are_cpu_ranks_requested():
         parser.set_defaults(use_cpu=True, dataloader_pin_memory=False)
     return parser
@@ -141,9 +149,8 @@ def read_recipe(file: Path) -> dict[str, object]:
         text = file.read_text()
         recipe = yaml.safe_load(text)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(
-            f"the recipe {file} cannot be read: {' '.join(str(error).split())}"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"the recipe {file} cannot be read: {reason}") from error
     if not isinstance(recipe, dict):
         raise RecipeError(f"the recipe {file} is no list of `name: value` lines.")
     node = yaml.compose(text, yaml.SafeLoader)
@@ -155,7 +162,11 @@ def read_recipe(file: Path) -> dict[str, object]:
     return recipe
 
 
-def _find_mistakes(name: str, value: object, actions: dict[str, argparse.Action]) -> Iterator[str]:
+def _find_mistakes(
+    name: str,
+    value: object,
+    actions: dict[str, argparse.Action],
+) -> Iterator[str]:
     """Yield a message if no argument has this name, or if its value in the recipe is invalid.
 
     The value is None if the recipe has none. Values on the command line are checked by argparse.
@@ -168,7 +179,8 @@ def _find_mistakes(name: str, value: object, actions: dict[str, argparse.Action]
     elif value is not None and action.choices and value not in action.choices:
         known = [str(choice) for choice in action.choices]
         close_values = get_close_matches(str(value), known)
-        yield f"{name} is {value!r}. Set one of {', '.join(close_values or known)}."
+        listed = ", ".join(close_values or known)
+        yield f"{name} is {value!r}. Set one of {listed}."
     elif value is None or isinstance(value, str) or action.nargs is not None:
         return  # argparse itself checks text
     elif action.type is int and not isinstance(value, int):
@@ -182,5 +194,8 @@ def _find_relative_paths(arguments: Arguments, directory: Path) -> None:
     for part in vars(arguments).values():
         for name in PATHS:
             value = getattr(part, name, None)
-            if value and not Path(value).exists() and (directory / value).exists():
-                setattr(part, name, str(directory / value))
+            if not value:
+                continue
+            beside_recipe = directory / value
+            if beside_recipe.exists() and not Path(value).exists():
+                setattr(part, name, str(beside_recipe))

@@ -4,18 +4,31 @@ They come from the Hub, a folder, a file or a mixture.
 """
 
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
 
 from hf_fsdp_recipes.errors import RecipeError, describe
 from hf_fsdp_recipes.training.arguments import Arguments
 
+Row: TypeAlias = dict[str, Any]
 Rows: TypeAlias = Dataset | IterableDataset
 
-BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+# {ending of a file: the builder of the datasets library}
+BUILDERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
 # TRL's columns, in addition to dataset_text_field.
-COLUMNS = ("messages", "conversations", "prompt", "input_ids")
+COLUMNS = (
+    "messages",
+    "conversations",
+    "prompt",
+    "input_ids",
+)
 # Source: stanford_alpaca, https://github.com/tatsu-lab/stanford_alpaca (Apache-2.0).
 ALPACA = (
     "Below is an instruction that describes a task. "
@@ -37,6 +50,7 @@ def read_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
             rows than there are ranks.
     """
     script = arguments.script
+    split = script.dataset_train_split
     training = arguments.training
     percentage = arguments.recipe.validation_split_percentage
     name = script.dataset_name or "datasets"
@@ -45,11 +59,9 @@ def read_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
     except Exception as error:  # the datasets library raises errors of many classes
         cause = error.__cause__ or error
         raise RecipeError(f"{name} cannot be read: {describe(cause)}") from error
-    if script.dataset_train_split not in splits:
-        raise RecipeError(
-            f"dataset_train_split: {script.dataset_train_split} is none of {', '.join(splits)}."
-        )
-    train = splits[script.dataset_train_split]
+    if split not in splits:
+        raise RecipeError(f"dataset_train_split: {split} is none of {', '.join(splits)}.")
+    train = splits[split]
     evaluation = splits.get(script.dataset_test_split)
     if not arguments.is_streamed and len(train) < training.world_size:
         raise RecipeError(
@@ -91,8 +103,11 @@ def _load(arguments: Arguments) -> DatasetDict | IterableDatasetDict:
         return load_dataset(name, streaming=is_streamed)
     if path.suffix not in BUILDERS:
         raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
-    files = {script.dataset_train_split: str(path)}
-    return load_dataset(BUILDERS[path.suffix], data_files=files, streaming=is_streamed)
+    return load_dataset(
+        BUILDERS[path.suffix],
+        data_files={script.dataset_train_split: str(path)},
+        streaming=is_streamed,
+    )
 
 
 def _columns(rows: Rows) -> list[str]:
@@ -111,7 +126,7 @@ def to_trl_format(rows: Rows, prompt_format: str) -> Rows:
     return rows.map(to_prompt, remove_columns=columns)
 
 
-def to_alpaca(row: dict[str, str]) -> dict[str, str]:
+def to_alpaca(row: Row) -> Row:
     """Turn an instruction/input/output row into Alpaca's prompt and a completion."""
     context = row.get("input")
     template = ALPACA_WITH_INPUT if context else ALPACA
@@ -119,9 +134,10 @@ def to_alpaca(row: dict[str, str]) -> dict[str, str]:
     return {"prompt": prompt, "completion": row["output"]}
 
 
-def to_chat(row: dict[str, str]) -> dict[str, list[dict[str, str]]]:
+def to_chat(row: Row) -> Row:
     """Turn an instruction/input/output row into a conversation for the model's chat template."""
-    question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+    parts = filter(None, (row["instruction"], row.get("input")))
+    question = "\n\n".join(parts)
     return {
         "prompt": [{"role": "user", "content": question}],
         "completion": [{"role": "assistant", "content": row["output"]}],

@@ -18,8 +18,18 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 # Optimizers of torch that update elements separately.
-SHARDABLE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")
-BITSANDBYTES = ("paged_adamw_32bit", "paged_lion_32bit", "lion_32bit", "rmsprop_bnb_32bit")
+SHARDABLE = (
+    "adamw_torch_fused",
+    "adamw_torch",
+    "sgd",
+    "rmsprop",
+)
+BITSANDBYTES = (
+    "paged_adamw_32bit",
+    "paged_lion_32bit",
+    "lion_32bit",
+    "rmsprop_bnb_32bit",
+)
 
 
 def optimizer_name(args: "TrainingArguments") -> str:
@@ -48,7 +58,9 @@ def sharded_optimizer(
     from transformers import Trainer
 
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
-    return type(f"Sharded{optimizer_class.__name__}", (_LocalStep, optimizer_class), {}), kwargs
+    name = f"Sharded{optimizer_class.__name__}"
+    sharded_class = type(name, (_LocalStep, optimizer_class), {})
+    return sharded_class, kwargs
 
 
 class _LocalStep:
@@ -62,7 +74,13 @@ class _LocalStep:
     is_paged: bool
     get_state_buffer: Callable[..., torch.Tensor]
 
-    def init_state(self, group: object, p: torch.Tensor, gindex: int, pindex: int) -> None:
+    def init_state(
+        self,
+        group: object,
+        p: torch.Tensor,
+        gindex: int,
+        pindex: int,
+    ) -> None:
         if not isinstance(p, DTensor):
             return super().init_state(group, p, gindex, pindex)  # type: ignore[misc]
         shard = p.to_local().detach()
@@ -73,7 +91,13 @@ class _LocalStep:
                 state[name] = _to_sharded(value, p)
         self.state[p] = state
 
-    def update_step(self, group: object, p: torch.Tensor, gindex: int, pindex: int) -> None:
+    def update_step(
+        self,
+        group: object,
+        p: torch.Tensor,
+        gindex: int,
+        pindex: int,
+    ) -> None:
         if not isinstance(p, DTensor):
             return super().update_step(group, p, gindex, pindex)  # type: ignore[misc]
         state = self.state[p]
