@@ -1,4 +1,7 @@
-"""Watches a training run: the time and tokens of its steps, its memory, and the kernels of two steps."""
+"""Watches a training run.
+
+The time and tokens of its steps, its memory, and the kernels of two steps.
+"""
 
 import statistics
 import time
@@ -108,6 +111,8 @@ def summarize_profile(profiler: torch.profiler.profile) -> Figures:
     if torch.cuda.is_available():
         device_type = torch.autograd.DeviceType.CUDA
     spans = []
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
     for event in profiler.profiler.kineto_results.events():
         is_work = event.device_type() == device_type and not event.is_user_annotation()
         if is_work and event.duration_ns() > 0:
