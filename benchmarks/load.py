@@ -20,7 +20,9 @@ from benchmarks.running import machine, make_checkpoint, sharded_llama, write_se
 from tests.ranks.harness import run_ranks
 from tests.ranks.memory import PeakMemory
 
-FP32, BF16, NF4 = "fp32 masters", "bf16 parameters", "4-bit, nested scales"
+FP32 = "fp32 masters"
+BF16 = "bf16 parameters"
+NF4 = "4-bit, nested scales"
 COLD = "bf16 parameters, from disk"
 WAYS = {
     "transformers + Accelerate, efficient loading on": ("stock", (FP32, BF16, COLD, NF4)),

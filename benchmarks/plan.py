@@ -49,7 +49,8 @@ EXPERTS = {
     "num_hidden_layers": 4,
     "head_dim": 64,
 }
-KEEP, LORA = "--gradient_checkpointing false", "--use_peft true --lora_target_modules all-linear"
+KEEP = "--gradient_checkpointing false"
+LORA = "--use_peft true --lora_target_modules all-linear"
 
 
 @dataclass(frozen=True)
@@ -238,13 +239,18 @@ def train(case: Case, directory: str) -> int:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     patches.enable_cpu_ranks()
-    training, (num_rows, length) = job.arguments.training, job.shape
+    training = job.arguments.training
+    num_rows, length = job.shape
     num_rows *= case.ranks * 2 * training.gradient_accumulation_steps
     rows = torch.randint(2, SIZES["vocab_size"], (num_rows, length)).tolist()
     if job.shape[0] > 1:
         rows = [row[: len(row) - number % 2] for number, row in enumerate(rows)]
-    training.output_dir, training.max_steps, training.save_strategy = f"{directory}/run", 2, "no"
-    training.report_to, training.disable_tqdm, training.max_length = [], True, None
+    training.output_dir = f"{directory}/run"
+    training.max_steps = 2
+    training.save_strategy = "no"
+    training.report_to = []
+    training.disable_tqdm = True
+    training.max_length = None
     training.dataset_kwargs = {"skip_prepare_dataset": True}
     tokenizer = AutoTokenizer.from_pretrained(directory)
     PartialState(cpu=True)

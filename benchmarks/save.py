@@ -25,11 +25,9 @@ from tests.ranks.memory import PeakMemory
 
 REPEATS = 3
 STEP_SECONDS = 4.0  # shorter than forward and backward of such a model on two cores
-STOCK, IDLE, BUSY = (
-    "Trainer's own save",
-    "in the background, idle cores",
-    "in the background, busy cores",
-)
+STOCK = "Trainer's own save"
+IDLE = "in the background, idle cores"
+BUSY = "in the background, busy cores"
 
 
 def main() -> None:
@@ -170,7 +168,8 @@ def compute(seconds: float) -> None:
     """Compute for `seconds`, as forward and backward do."""
     import torch
 
-    weight, rows = torch.randn(1024, 1024), torch.randn(256, 1024)
+    weight = torch.randn(1024, 1024)
+    rows = torch.randn(256, 1024)
     started = time.perf_counter()
     while time.perf_counter() - started < seconds:
         rows = torch.nn.functional.normalize(rows @ weight)

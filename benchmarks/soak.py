@@ -50,7 +50,9 @@ class Soak:
     def __init__(self, disk: Path, seed: int) -> None:
         from tests.ranks.harness import FSDP2, fsdp_environment
 
-        self.disk, self.seed, self.counts = disk, seed, Counter[str]()
+        self.disk = disk
+        self.seed = seed
+        self.counts = Counter[str]()
         self.violations: list[str] = []
         self._environment = fsdp_environment(FSDP2)
         self._references: dict[tuple[str, int], tuple[dict[str, Any], list[int], float]] = {}
@@ -78,11 +80,13 @@ class Soak:
         if (method, num_ranks) not in self._references:
             directory = self.disk / f"reference-{method}-{num_ranks}"
             directory.mkdir()
-            board, started = Board(), time.monotonic()
+            board = Board()
+            started = time.monotonic()
             result = self.finish(method, num_ranks, directory / "run", board)
             if result is None:
                 sys.exit(f"the uninterrupted run failed; see {directory / 'log'}")
-            num_events, seconds = list(board.num_events[:num_ranks]), time.monotonic() - started
+            num_events = list(board.num_events[:num_ranks])
+            seconds = time.monotonic() - started
             self._references[method, num_ranks] = result, num_events, seconds
         return self._references[method, num_ranks]
 
@@ -123,7 +127,8 @@ class Soak:
         )
         deadline = time.monotonic() + (HANG_SECONDS if has_trap else choose.uniform(0.2, seconds))
         launcher = self.start(method, num_ranks, output, board)
-        pids, has_ended = board.wait_for_pids(num_ranks), None
+        pids = board.wait_for_pids(num_ranks)
+        has_ended = None
         while not (board.state[0] or has_ended) and time.monotonic() < deadline:
             time.sleep(0.001)
             has_ended = os.waitid(os.P_PID, launcher, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -167,10 +172,8 @@ class Soak:
         from tests.checkpointing.damage import ACCIDENTS, ATTACKS, damage, forge
 
         self.reference("full", 2)
-        choose, directory = (
-            random.Random(f"{self.seed} mutation {number}"),
-            self.disk / f"mutation-{number}",
-        )
+        choose = random.Random(f"{self.seed} mutation {number}")
+        directory = self.disk / f"mutation-{number}"
         shutil.copytree(self.disk / "reference-full-2" / "run", directory / "run")
         shutil.rmtree(directory / "run" / f"checkpoint-{NUM_STEPS}")
         checkpoint = directory / "run" / f"checkpoint-{NUM_STEPS - 1}"
@@ -208,7 +211,8 @@ def check_checkpoints(output: Path, required: int) -> int:
 
     found = list_checkpoints(output)
     for checkpoint in found:
-        if damage := find_damage(checkpoint):
+        damage = find_damage(checkpoint)
+        if damage:
             raise Violation(f"{checkpoint.name} is incomplete: {damage}")
     latest = max(map(step_of, found), default=0)
     if latest < required:
@@ -225,7 +229,8 @@ def _wait(children: set[int], ranks: set[int]) -> dict[int, int]:
     deadline = time.monotonic() + HANG_SECONDS
     while children - statuses.keys():
         for pid in children - statuses.keys():
-            done, raw = pid, 0  # unless its launcher has not waited for it
+            done = pid
+            raw = 0  # unless its launcher has not waited for it
             with contextlib.suppress(ChildProcessError):
                 done, raw = os.waitpid(pid, os.WNOHANG)
             if done:

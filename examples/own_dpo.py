@@ -54,13 +54,12 @@ def main() -> None:
         logging_steps=1,
         report_to="none",
     )
-    lora, reference = (
-        LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
-        None,
-    )
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    reference = None
     # TRL would load the full reference on each rank, but takes a sharded reference as it is.
     if options.full:
-        lora, frozen = None, load_model(options.model, dtype="bfloat16").requires_grad_(False)
+        lora = None
+        frozen = load_model(options.model, dtype="bfloat16").requires_grad_(False)
         reference = accelerate.accelerator.fsdp2_prepare_model(accelerate.Accelerator(), frozen)
     trainer = DPOTrainer(
         model=model,

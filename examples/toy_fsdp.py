@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH, NUM_LAYERS = 256, 4
+WIDTH = 256
+NUM_LAYERS = 4
 
 
 def main() -> None:

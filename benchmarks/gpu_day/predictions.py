@@ -1,6 +1,6 @@
 """Writes what `hf-fsdp plan` predicts for the steps that train.
 
-    python -m benchmarks.gpu_day.predictions FILE
+Usage: python -m benchmarks.gpu_day.predictions FILE
 """
 
 import json

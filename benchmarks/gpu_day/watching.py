@@ -70,7 +70,8 @@ class Stopwatch(TrainerCallback):
         self._profiler.stop()
         pairs = list(zip(self._marks, self._marks[1:], strict=False))
         step_seconds = [after[0] - before[0] for before, after in pairs]
-        first, last = self._marks[0], self._marks[-1]
+        first = self._marks[0]
+        last = self._marks[-1]
         seconds = last[0] - first[0]
         num_tokens = last[1] - first[1]
         self.figures["step s, median"] = statistics.median(step_seconds)
