@@ -150,7 +150,7 @@ class MetricsCallback(TrainerCallback):
         """
         if not self._is_running:
             return
-        logs: dict[str, object] = kwargs["logs"]
+        logs = kwargs["logs"]
         entry: Entry = {
             name: value for name, value in logs.items() if isinstance(value, int | float)
         }

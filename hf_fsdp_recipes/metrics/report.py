@@ -116,8 +116,8 @@ def _step_rows(steps: Sequence[Entry]) -> Iterator[Row]:
     losses = [step["loss"] for step in steps]
     edge = min(5, len(losses))
     first = statistics.mean(losses[:edge])
-    yield f"training loss, mean of the first {edge} logged steps", f"{first:.4f}"
     last = statistics.mean(losses[-edge:])
+    yield f"training loss, mean of the first {edge} logged steps", f"{first:.4f}"
     yield f"training loss, mean of the last {edge} logged steps", f"{last:.4f}"
     step_seconds = [step["step_seconds"] for step in steps if not step.get("is_warmup")]
     if step_seconds:
@@ -132,13 +132,11 @@ def _step_rows(steps: Sequence[Entry]) -> Iterator[Row]:
     for name, key in MEMORY.items():
         largest = max(max(step[key]) for step in steps)
         if largest:
-            gigabytes = largest / 1e9
-            yield f"{name}, largest rank", f"{gigabytes:,.2f} GB"
+            yield f"{name}, largest rank", f"{largest / 1e9:,.2f} GB"
     seconds = {phase: sum(step["seconds"][phase] for step in steps) for phase in PHASES}
     total = sum(seconds.values())
     for phase in PHASES:
-        share = seconds[phase] / total
-        yield f"share of the time: {phase}", f"{share:.1%}"
+        yield f"share of the time: {phase}", f"{seconds[phase] / total:.1%}"
 
 
 def _format_log(rows: Sequence[Row], steps: Sequence[Entry]) -> str:
@@ -176,9 +174,7 @@ def draw(entries: Sequence[Entry]) -> "Figure":
             for entry in entries:
                 with contextlib.suppress(KeyError):  # entries of other kinds lack this value
                     points[entry["step"]] = _plotted(entry, name)
-            steps = list(points)
-            values = list(points.values())
-            axes.plot(steps, values, ".-", label=label)
+            axes.plot(list(points), list(points.values()), ".-", label=label)
         style(axes, title, "optimizer step")
         axes.legend()
     return figure

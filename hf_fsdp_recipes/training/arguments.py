@@ -194,8 +194,5 @@ def _find_relative_paths(arguments: Arguments, directory: Path) -> None:
     for part in vars(arguments).values():
         for name in PATHS:
             value = getattr(part, name, None)
-            if not value:
-                continue
-            beside_recipe = directory / value
-            if beside_recipe.exists() and not Path(value).exists():
-                setattr(part, name, str(beside_recipe))
+            if value and not Path(value).exists() and (directory / value).exists():
+                setattr(part, name, str(directory / value))

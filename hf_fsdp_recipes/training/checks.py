@@ -69,31 +69,29 @@ def _check_sources(arguments: Arguments) -> Iterator[str]:
 
 
 def _check_training(training: "SFTConfig") -> Iterator[str]:
-    steps = training.max_steps
-    epochs = training.num_train_epochs
-    length = training.max_length
     accumulated = training.gradient_accumulation_steps
+    length = training.max_length
+    epochs = training.num_train_epochs
     if not training.output_dir:
         yield "output_dir is empty. Name a directory for checkpoints and the export."
     if accumulated < 1:
         yield f"gradient_accumulation_steps is {accumulated}. Set it to at least 1."
     if length is not None and length < 1:
         yield f"max_length is {length}. Set it to at least 1."
-    if steps == 0:
+    if training.max_steps == 0:
         yield "max_steps is 0, which Trainer ignores. Remove it, or set it to at least 1."
-    if steps < 0 and epochs <= 0:
+    if training.max_steps < 0 and epochs <= 0:
         yield f"num_train_epochs is {epochs}, which trains nothing. Set it above 0."
 
 
 def _check_rows(arguments: Arguments) -> Iterator[str]:
-    script = arguments.script
     mixture = arguments.mixture
     percentage = arguments.recipe.validation_split_percentage
     if not 0 <= percentage < 100:
         yield f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."
     if percentage > 0 and arguments.is_streamed:
         yield "A stream cannot be split. Remove validation_split_percentage."
-    is_misplaced = script.dataset_streaming if mixture.datasets else mixture.streaming
+    is_misplaced = arguments.script.dataset_streaming if mixture.datasets else mixture.streaming
     if is_misplaced:
         yield (
             "dataset_streaming belongs to dataset_name, and streaming to datasets. Set the other "
@@ -115,7 +113,6 @@ def _check_adapter(arguments: Arguments) -> Iterator[str]:
 
 def _check_launch(training: "SFTConfig") -> Iterator[str]:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
     state_type = os.environ.get("FSDP_STATE_DICT_TYPE")
     is_fsdp = patches.is_fsdp_requested()
     optimizer = optimizer_name(training)
@@ -130,7 +127,7 @@ def _check_launch(training: "SFTConfig") -> Iterator[str]:
             f"fsdp_state_dict_type is {state_type}, which gathers the model on rank 0 in each save."
             " Set SHARDED_STATE_DICT."
         )
-    if precision == "bf16" and not training.bf16:
+    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" and not training.bf16:
         yield (
             "the template sets mixed_precision: bf16, but the recipe bf16: false. Remove one of "
             "the two."

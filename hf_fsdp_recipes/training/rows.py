@@ -136,8 +136,8 @@ def to_alpaca(row: Row) -> Row:
 
 def to_chat(row: Row) -> Row:
     """Turn an instruction/input/output row into a conversation for the model's chat template."""
-    parts = filter(None, (row["instruction"], row.get("input")))
-    question = "\n\n".join(parts)
+    parts = (row["instruction"], row.get("input"))
+    question = "\n\n".join(part for part in parts if part)
     return {
         "prompt": [{"role": "user", "content": question}],
         "completion": [{"role": "assistant", "content": row["output"]}],

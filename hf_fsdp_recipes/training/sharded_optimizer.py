@@ -59,8 +59,7 @@ def sharded_optimizer(
 
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
     name = f"Sharded{optimizer_class.__name__}"
-    sharded_class = type(name, (_LocalStep, optimizer_class), {})
-    return sharded_class, kwargs
+    return type(name, (_LocalStep, optimizer_class), {}), kwargs
 
 
 class _LocalStep:
