@@ -2,9 +2,10 @@
 
     python -m benchmarks.export [--parameters 1.1e9] [--ranks 2 8 32] [--print]
 
-Exports a Llama of the given size with bf16 parameters, sharded with FSDP2 over gloo ranks, and converts its sharded checkpoint
-in one process. Every method ends with the full model on disk, fsynced, and all write the same tensors. Prints a
-table and, without `--print`, rewrites its section of docs/measured.md.
+Exports a Llama of the given size with bf16 parameters, sharded with FSDP2 over gloo ranks, and
+converts its sharded checkpoint in one process. Every method ends with the full model on disk,
+fsynced, and all write the same tensors. Prints a table and, without `--print`, rewrites its section
+of docs/measured.md.
 """
 
 import argparse
@@ -53,9 +54,11 @@ def measure_ranks(num_parameters: float, num_ranks: int, scratch: Path, repeats:
     )
     disk = statistics.median(write_with_dd(scratch / "dd", num_bytes) for _ in range(repeats))
     lines = [
-        f"{num_parameters / 1e9:g}B bf16 parameters, {num_bytes / 1e6:,.0f} MB. {num_ranks} ranks, then one process.",
+        f"{num_parameters / 1e9:g}B bf16 parameters, {num_bytes / 1e6:,.0f} MB. "
+        f"{num_ranks} ranks, then one process.",
         "",
-        "| method | seconds | speedup over the first | relative to dd | extra MB: rank 0 / largest other |",
+        "| method | seconds | speedup over the first | relative to dd "
+        "| extra MB: rank 0 / largest other |",
         "|---|---|---|---|---|",
     ]
     for results in (ranks, [offline]):
@@ -71,7 +74,10 @@ def measure_ranks(num_parameters: float, num_ranks: int, scratch: Path, repeats:
 
 
 def measure(num_parameters: float, scratch: Path, repeats: int) -> dict[str, tuple[float, ...]]:
-    """Export with each method in turn; return the medians. Leaves a checkpoint in `scratch`. Every rank runs this."""
+    """Export with each method in turn; return the medians. Leaves a checkpoint in `scratch`.
+
+    Every rank runs this.
+    """
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -113,7 +119,10 @@ def measure_offline(scratch: Path, repeats: int) -> dict[str, tuple[float, ...]]
 def measure_ways(
     ways: dict[str, Callable[..., Any]], scratch: Path, repeats: int
 ) -> dict[str, tuple[float, ...]]:
-    """Run the methods in turn, `repeats` times and once before; return median seconds and extra bytes. Every rank runs this."""
+    """Run the methods in turn, `repeats` times and once before.
+
+    Return median seconds and extra bytes. Every rank runs this.
+    """
     from hf_fsdp_recipes import distributed
 
     runs: dict[str, list[tuple[float, ...]]] = {way: [] for way in ways}
@@ -122,9 +131,8 @@ def measure_ways(
             target = scratch / way
             distributed.run_on_main(functools.partial(shutil.rmtree, target, ignore_errors=True))
             distributed.run_on_main(os.sync)
-            ctypes.CDLL(None).malloc_trim(
-                0
-            )  # or else a method would reuse the memory that another one has left behind
+            # Or else a method would reuse the memory that another one has left behind.
+            ctypes.CDLL(None).malloc_trim(0)
             with PeakMemory() as memory:
                 write(target)
                 for file in target.glob("*.safetensors") if distributed.is_main() else ():
@@ -141,9 +149,8 @@ def save_full(model: Any, target: Path) -> None:
     from safetensors.torch import save_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    state = get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
     if state:  # rank 0
         target.mkdir()
         save_file(

@@ -2,10 +2,11 @@
 
     python -m benchmarks.load [--parameters 1.1e9] [--only "bf16 parameters"]
 
-Loads a random Llama of the given size from bf16 safetensors files of at most 500 MB on two gloo ranks of one machine. Every
-loader ends with sharded parameters whose pages have all been touched. Memory is the peak anonymous memory above the level at
-the start. The files are in the page cache, except in rows marked "from disk". Prints a table and, without `--only`, rewrites its
-section of docs/measured.md.
+Loads a random Llama of the given size from bf16 safetensors files of at most 500 MB on two gloo
+ranks of one machine. Every loader ends with sharded parameters whose pages have all been touched.
+Memory is the peak anonymous memory above the level at the start. The files are in the page cache,
+except in rows marked "from disk". Prints a table and, without `--only`, rewrites its section of
+docs/measured.md.
 """
 
 import argparse
@@ -19,7 +20,9 @@ from benchmarks.running import machine, make_checkpoint, sharded_llama, write_se
 from tests.ranks.harness import run_ranks
 from tests.ranks.memory import PeakMemory
 
-FP32, BF16, NF4 = "fp32 masters", "bf16 parameters", "4-bit, nested scales"
+FP32 = "fp32 masters"
+BF16 = "bf16 parameters"
+NF4 = "4-bit, nested scales"
 COLD = "bf16 parameters, from disk"
 WAYS = {
     "transformers + Accelerate, efficient loading on": ("stock", (FP32, BF16, COLD, NF4)),
@@ -52,16 +55,18 @@ def measure_loaders(
     (num_bytes,) = run_ranks(make_checkpoint, 1, checkpoint, num_parameters, timeout_seconds=600)
     num_files = len(list(checkpoint.glob("*.safetensors")))
     lines = [
-        f"{num_parameters / 1e9:g}B parameters, {num_bytes / 1e6:,.0f} MB in {num_files} files, 2 ranks.",
+        f"{num_parameters / 1e9:g}B parameters, {num_bytes / 1e6:,.0f} MB in {num_files} files, "
+        "2 ranks.",
         "",
-        "| loader | parameters | seconds | relative to the first | shard, MB | peak above start, MB: rank 0 / rank 1 | "
-        "peak - shard |",
+        "| loader | parameters | seconds | relative to the first | shard, MB "
+        "| peak above start, MB: rank 0 / rank 1 | peak - shard |",
         "|---|---|---|---|---|---|---|",
     ]
     for precision in measured:
         kinds = {way: kind for way, (kind, precisions) in WAYS.items() if precision in precisions}
         runs: dict[str, list[list[dict]]] = {way: [] for way in kinds}
-        # The extra first round does not count: after other work, a virtual machine first has to get memory from its host.
+        # The extra first round does not count: after other work, a virtual machine first has to get
+        # memory from its host.
         for number in range(1 + repeats):
             for (
                 way,
@@ -96,13 +101,16 @@ def row(way: str, precision: str, runs: list[list[dict]], base: float) -> str:
     shard = max(rank["shard"] for rank in runs[0]) / 1e6
     spent = seconds(runs)
     return (
-        f"| {way} | {precision} | {spent:.2f} | {spent / base:.2f} | {shard:,.0f} | {peaks[0]:,.0f} / {peaks[1]:,.0f} | "
-        f"{max(peaks) - shard:+,.0f} |"
+        f"| {way} | {precision} | {spent:.2f} | {spent / base:.2f} | {shard:,.0f} "
+        f"| {peaks[0]:,.0f} / {peaks[1]:,.0f} | {max(peaks) - shard:+,.0f} |"
     )
 
 
 def load(kind: str, precision: str, checkpoint: str, num_parameters: float) -> dict:
-    """Load with one loader; return seconds, peak bytes above the initial level, and the shard's bytes. Every rank runs this."""
+    """Load with one loader. Every rank runs this.
+
+    Return seconds, peak bytes above the initial level, and the shard's bytes.
+    """
     os.environ.update(
         ACCELERATE_USE_CPU="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP"
     )
@@ -151,9 +159,8 @@ def load(kind: str, precision: str, checkpoint: str, num_parameters: float) -> d
         shards = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
         for shard in shards:
             touched = shard.detach().reshape(-1)[::512]
-            touched.copy_(
-                touched.clone()
-            )  # training writes too, and a write makes mapped pages private
+            # Training writes too, and a write makes mapped pages private.
+            touched.copy_(touched.clone())
         dist.barrier()
     shard_bytes = sum(shard.numel() * shard.dtype.itemsize for shard in shards)
     return {"seconds": memory.seconds, "peak": memory.growth_bytes, "shard": shard_bytes}

@@ -2,9 +2,11 @@
 
     python -m benchmarks.plan [--only 3] [--write FILE]
 
-Each row is a run of its own: load_model loads the model, Accelerate shards it, and SFTTrainer trains two steps on gloo ranks.
-Measured: the peak anonymous memory of the largest rank, above the level before the model was built. Predicted: from the config
-alone. MALLOC_MMAP_THRESHOLD_=65536 makes glibc return freed memory, so that the peak is what torch holds.
+Each row is a run of its own: load_model loads the model, Accelerate shards it, and SFTTrainer
+trains two steps on gloo ranks.
+Measured: the peak anonymous memory of the largest rank, above the level before the model was built.
+Predicted: from the config alone. MALLOC_MMAP_THRESHOLD_=65536 makes glibc return freed memory, so
+that the peak is what torch holds.
 """
 
 import argparse
@@ -21,10 +23,19 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.memory import PeakMemory
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-SIZES = {  # of all models; a vocabulary below 32768 would leave part of TRL's tiles untouched, which a GPU would count
-    "vocab_size": 32768, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
+# Of all models; a vocabulary below 32768 would leave part of TRL's tiles untouched, which a GPU
+# would count.
+SIZES = {
+    "vocab_size": 32768,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 LARGE = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -32,14 +43,23 @@ LARGE = {
     "num_attention_heads": 16,
 }
 EXPERTS = {
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 704, "num_hidden_layers": 4, "head_dim": 64,
-}  # fmt: skip
-KEEP, LORA = "--gradient_checkpointing false", "--use_peft true --lora_target_modules all-linear"
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+}
+KEEP = "--gradient_checkpointing false"
+LORA = "--use_peft true --lora_target_modules all-linear"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: the model, the arguments of `hf-fsdp plan`, and whether the model's family was used to build the plan."""
+    """One run.
+
+    It has the model, the arguments of `hf-fsdp plan`, and whether the model's family was used to
+    build the plan.
+    """
 
     label: str
     model_type: str
@@ -107,11 +127,18 @@ BUILT = [
 HELD_OUT = [
     Case(f"{label}{what}", model_type, options, changes, is_held_out=True)
     for label, model_type, changes in [
-        ("Gemma", "gemma", {"head_dim": 64, "tie_word_embeddings": True}), ("Phi-3", "phi3", {}), ("Mistral", "mistral", {}),
-        ("OLMo 2", "olmo2", {}), ("Granite", "granite", {}), ("StarCoder2", "starcoder2", {}),
+        ("Gemma", "gemma", {"head_dim": 64, "tie_word_embeddings": True}),
+        ("Phi-3", "phi3", {}),
+        ("Mistral", "mistral", {}),
+        ("OLMo 2", "olmo2", {}),
+        ("Granite", "granite", {}),
+        ("StarCoder2", "starcoder2", {}),
     ]
-    for what, options in [(", full", f"{KEEP} --max_length 384"), (", LoRA", f"{LORA} --max_length 256")]
-]  # fmt: skip
+    for what, options in [
+        (", full", f"{KEEP} --max_length 384"),
+        (", LoRA", f"{LORA} --max_length 256"),
+    ]
+]
 CASES = BUILT + HELD_OUT
 
 
@@ -134,19 +161,20 @@ def main() -> None:
     errors: dict[bool, list[float]] = {False: [], True: []}
     for number in options.only or range(len(CASES)):
         case = CASES[number]
-        predicted, measured = predict(case), measure(case)
-        errors[case.is_held_out].append(predicted / measured - 1)
+        predicted = predict(case)
+        measured = measure(case)
+        error = predicted / measured - 1
+        errors[case.is_held_out].append(error)
         held_out = "yes" if case.is_held_out else "no"
-        sizes = f"{predicted / 1e6:,.0f} | {measured / 1e6:,.0f} | {predicted / measured - 1:+.1%}"
-        lines.append(f"| {case.label} | {case.ranks} | {held_out} | {sizes} |")
+        columns = f"{predicted / 1e6:,.0f} | {measured / 1e6:,.0f} | {error:+.1%}"
+        lines.append(f"| {case.label} | {case.ranks} | {held_out} | {columns} |")
         print(lines[-1], flush=True)
     for is_held_out, found in errors.items():
-        if sizes_of := sorted(map(abs, found)):
+        sizes = sorted(map(abs, found))
+        if sizes:
             families = "held-out families" if is_held_out else "families used to build it"
-            lines += [
-                "",
-                f"{families}: median error {statistics.median(sizes_of):.1%}, worst {sizes_of[-1]:.1%}.",
-            ]
+            median = statistics.median(sizes)
+            lines += ["", f"{families}: median error {median:.1%}, worst {sizes[-1]:.1%}."]
     text = "\n".join([*lines, "", f"`python -m benchmarks.plan`; {machine()}", ""])
     print(text)
     if options.write:
@@ -195,7 +223,10 @@ def write_model(case: Case, directory: str) -> None:
 
 
 def train(case: Case, directory: str) -> int:
-    """Train two steps; return the peak above the level before the model was built. Every rank runs this."""
+    """Train two steps; return the peak above the level before the model was built.
+
+    Every rank runs this.
+    """
     job = read_case(case)
     os.environ.update(job.environment)
     import torch
@@ -208,13 +239,18 @@ def train(case: Case, directory: str) -> int:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     patches.enable_cpu_ranks()
-    training, (num_rows, length) = job.arguments.training, job.shape
+    training = job.arguments.training
+    num_rows, length = job.shape
     num_rows *= case.ranks * 2 * training.gradient_accumulation_steps
     rows = torch.randint(2, SIZES["vocab_size"], (num_rows, length)).tolist()
     if job.shape[0] > 1:
         rows = [row[: len(row) - number % 2] for number, row in enumerate(rows)]
-    training.output_dir, training.max_steps, training.save_strategy = f"{directory}/run", 2, "no"
-    training.report_to, training.disable_tqdm, training.max_length = [], True, None
+    training.output_dir = f"{directory}/run"
+    training.max_steps = 2
+    training.save_strategy = "no"
+    training.report_to = []
+    training.disable_tqdm = True
+    training.max_length = None
     training.dataset_kwargs = {"skip_prepare_dataset": True}
     tokenizer = AutoTokenizer.from_pretrained(directory)
     PartialState(cpu=True)

@@ -13,7 +13,10 @@ PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 
 
 def sharded_llama(num_parameters: float) -> Any:
-    """Return a Llama in bf16, sharded over gloo ranks, with uninitialized parameters. Every rank calls this."""
+    """Return a Llama in bf16, sharded over gloo ranks, with uninitialized parameters.
+
+    Every rank calls this.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

@@ -1,10 +1,12 @@
-"""How long a save stops training, and how long it takes until the checkpoint is complete, compared with Trainer's own save.
+"""How long a save stops training, compared with Trainer's own save.
+
+Also how long it takes until the checkpoint is complete.
 
     python -m benchmarks.save [--parameters 1.1e9] [--ranks 2 8 32]
 
-Saves a sharded Llama in bf16 with AdamW from gloo ranks of one machine: what Accelerate writes for Trainer, and the same state
-through ShardedCheckpointCallback's writer. Both alternate in one run; both end fsynced. Prints a table and, with two ranks
-only, rewrites its section of docs/measured.md.
+Saves a sharded Llama in bf16 with AdamW from gloo ranks of one machine: what Accelerate writes for
+Trainer, and the same state through ShardedCheckpointCallback's writer. Both alternate in one run;
+both end fsynced. Prints a table and, with two ranks only, rewrites its section of docs/measured.md.
 """
 
 import argparse
@@ -23,11 +25,9 @@ from tests.ranks.memory import PeakMemory
 
 REPEATS = 3
 STEP_SECONDS = 4.0  # shorter than forward and backward of such a model on two cores
-STOCK, IDLE, BUSY = (
-    "Trainer's own save",
-    "in the background, idle cores",
-    "in the background, busy cores",
-)
+STOCK = "Trainer's own save"
+IDLE = "in the background, idle cores"
+BUSY = "in the background, busy cores"
 
 
 def main() -> None:
@@ -49,7 +49,8 @@ def main() -> None:
             shutil.rmtree(directory, ignore_errors=True)
         lines += report(options.parameters, results)
     lines.append(
-        f"`python -m benchmarks.save`, median of {REPEATS} after one that does not count; {machine()}"
+        f"`python -m benchmarks.save`, median of {REPEATS} after one that does not count; "
+        f"{machine()}"
     )
     print("\n".join(lines))
     if options.ranks == [2]:
@@ -57,7 +58,10 @@ def main() -> None:
 
 
 def measure(num_parameters: float, directory: Path) -> dict[str, float]:
-    """Save the same state in each way; return this rank's seconds and bytes. Every rank runs this."""
+    """Save the same state in each way; return this rank's seconds and bytes.
+
+    Every rank runs this.
+    """
     import torch.distributed as dist
 
     from hf_fsdp_recipes import distributed
@@ -70,9 +74,8 @@ def measure(num_parameters: float, directory: Path) -> dict[str, float]:
     writer = Writer(run, distributed.new_group())
     found: dict[str, list[float]] = {STOCK: [], IDLE: [], BUSY: [], "standstill": []}
     extra = 0
-    for repeat in range(
-        REPEATS + 1
-    ):  # the first round does not count: it touches memory for the first time
+    # The first round does not count: it touches memory for the first time.
+    for repeat in range(REPEATS + 1):
         dist.barrier()
         started = time.perf_counter()
         save_as_trainer(trainer, directory / "stock")
@@ -98,7 +101,10 @@ def measure(num_parameters: float, directory: Path) -> dict[str, float]:
 
 
 def make_trainer(num_parameters: float) -> Any:
-    """Return a sharded model in bf16 and an AdamW that has made one step, as the attributes of a Trainer."""
+    """Return a sharded model in bf16 and its AdamW, as the attributes of a Trainer.
+
+    The optimizer has made one step.
+    """
     import torch
     import torch.distributed as dist
     from accelerate import PartialState
@@ -132,7 +138,10 @@ def save_as_trainer(trainer: Any, directory: Path) -> None:
 
 
 def save_in_background(trainer: Any, run: Any, writer: Any, is_busy: bool) -> tuple[float, float]:
-    """Save as the callback does; return the seconds in which training stands still, and until the checkpoint is complete."""
+    """Save as the callback does.
+
+    Return the seconds in which training stands still, and until the checkpoint is complete.
+    """
     from hf_fsdp_recipes.checkpointing.recorder import redirected
     from hf_fsdp_recipes.checkpointing.writer import Save
 
@@ -159,7 +168,8 @@ def compute(seconds: float) -> None:
     """Compute for `seconds`, as forward and backward do."""
     import torch
 
-    weight, rows = torch.randn(1024, 1024), torch.randn(256, 1024)
+    weight = torch.randn(1024, 1024)
+    rows = torch.randn(256, 1024)
     started = time.perf_counter()
     while time.perf_counter() - started < seconds:
         rows = torch.nn.functional.normalize(rows @ weight)
@@ -173,15 +183,16 @@ def report(num_parameters: float, results: list[dict[str, float]]) -> list[str]:
         for kind in (STOCK, IDLE, BUSY)
     ]
     return [
-        f"{num_parameters / 1e9:g}B parameters with AdamW in bf16, {state_bytes / 1e9:.1f} GB, {len(results)} ranks.",
+        f"{num_parameters / 1e9:g}B parameters with AdamW in bf16, {state_bytes / 1e9:.1f} GB, "
+        f"{len(results)} ranks.",
         "",
         "| save, until complete and on disk | seconds | relative to Trainer's |",
         "|---|---|---|",
         *rows,
         "",
-        f"Training stands still for {found['standstill']:.3f} s in the background, and for {found[STOCK]:.2f} s in "
-        f"Trainer's own save. Peak extra host memory of a rank: {found['extra'] / 1e6:,.0f} MB for a state of "
-        f"{results[0]['bytes'] / 1e6:,.0f} MB.",
+        f"Training stands still for {found['standstill']:.3f} s in the background, and for "
+        f"{found[STOCK]:.2f} s in Trainer's own save. Peak extra host memory of a rank: "
+        f"{found['extra'] / 1e6:,.0f} MB for a state of {results[0]['bytes'] / 1e6:,.0f} MB.",
         "",
     ]
 

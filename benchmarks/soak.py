@@ -1,15 +1,20 @@
-"""Kills runs at random moments, resumes them, and compares each result with an uninterrupted run, bit for bit.
+"""Kills runs at random moments and resumes them.
+
+Each result is compared with that of an uninterrupted run, bit for bit.
 
     make soak KILLS=1000 DISK=runs/soak SEED=0
 
-A case is a tiny run on forked gloo ranks, full or LoRA, 2 or 3 ranks, on disk or in memory (/dev/shm), that saves every step. It
-is killed several times, at a random time or file operation: all ranks, one rank (by SIGKILL or SIGTERM), or the launcher. After
-each kill every checkpoint must be intact, and none may be lost. In the end losses, weights and optimizer must equal the
+A case is a tiny run on forked gloo ranks, full or LoRA, 2 or 3 ranks, on disk or in memory
+(/dev/shm), that saves every step. It is killed several times, at a random time or file operation:
+all ranks, one rank (by SIGKILL or SIGTERM), or the launcher. After each kill every checkpoint must
+be intact, and none may be lost. In the end losses, weights and optimizer must equal the
 uninterrupted run's.
 
-A mutation damages a checkpoint at random, or forges it to run code. It must be refused, or must not change the resumed run.
+A mutation damages a checkpoint at random, or forges it to run code. It must be refused, or must not
+change the resumed run.
 
-Prints the counts and writes them to <DISK>/soak.json. After a violation the exit status is 1, and the case's directory is kept.
+Prints the counts and writes them to <DISK>/soak.json. After a violation the exit status is 1, and
+the case's directory is kept.
 """
 
 import argparse
@@ -45,7 +50,9 @@ class Soak:
     def __init__(self, disk: Path, seed: int) -> None:
         from tests.ranks.harness import FSDP2, fsdp_environment
 
-        self.disk, self.seed, self.counts = disk, seed, Counter[str]()
+        self.disk = disk
+        self.seed = seed
+        self.counts = Counter[str]()
         self.violations: list[str] = []
         self._environment = fsdp_environment(FSDP2)
         self._references: dict[tuple[str, int], tuple[dict[str, Any], list[int], float]] = {}
@@ -66,15 +73,20 @@ class Soak:
         return json.loads((output.parent / "result-0.json").read_text())
 
     def reference(self, method: str, num_ranks: int) -> tuple[dict[str, Any], list[int], float]:
-        """Return the uninterrupted run: its result, the number of file operations of each rank, and its seconds."""
+        """Return the uninterrupted run.
+
+        That is its result, the number of file operations of each rank, and its seconds.
+        """
         if (method, num_ranks) not in self._references:
             directory = self.disk / f"reference-{method}-{num_ranks}"
             directory.mkdir()
-            board, started = Board(), time.monotonic()
+            board = Board()
+            started = time.monotonic()
             result = self.finish(method, num_ranks, directory / "run", board)
             if result is None:
                 sys.exit(f"the uninterrupted run failed; see {directory / 'log'}")
-            num_events, seconds = list(board.num_events[:num_ranks]), time.monotonic() - started
+            num_events = list(board.num_events[:num_ranks])
+            seconds = time.monotonic() - started
             self._references[method, num_ranks] = result, num_events, seconds
         return self._references[method, num_ranks]
 
@@ -85,7 +97,8 @@ class Soak:
         directory = Path(
             tempfile.mkdtemp(prefix="soak-", dir="/dev/shm" if place == "memory" else self.disk)
         )
-        output, latest = directory / "run", 0
+        output = directory / "run"
+        latest = 0
         try:
             for _ in range(choose.randint(2, 6)):
                 self._kill(choose, method, num_ranks, output, 1 - latest / NUM_STEPS)
@@ -97,9 +110,8 @@ class Soak:
                 raise Violation(f"the run left {left}")
             shutil.rmtree(directory)
         except Violation as violation:
-            self.report(
-                f"case {number} ({method}, {num_ranks} ranks, {place}): {violation}; see {directory}"
-            )
+            case = f"case {number} ({method}, {num_ranks} ranks, {place})"
+            self.report(f"{case}: {violation}; see {directory}")
 
     def _kill(
         self, choose: random.Random, method: str, num_ranks: int, output: Path, remaining: float
@@ -115,7 +127,8 @@ class Soak:
         )
         deadline = time.monotonic() + (HANG_SECONDS if has_trap else choose.uniform(0.2, seconds))
         launcher = self.start(method, num_ranks, output, board)
-        pids, has_ended = board.wait_for_pids(num_ranks), None
+        pids = board.wait_for_pids(num_ranks)
+        has_ended = None
         while not (board.state[0] or has_ended) and time.monotonic() < deadline:
             time.sleep(0.001)
             has_ended = os.waitid(os.P_PID, launcher, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -134,7 +147,10 @@ class Soak:
     def check_result(
         self, result: dict[str, Any] | None, method: str, num_ranks: int, resumed: str | None
     ) -> None:
-        """Raise a Violation if a run has failed, was resumed elsewhere, or has another result than the uninterrupted one."""
+        """Raise a Violation if a run is not as it should be.
+
+        It has failed, was resumed elsewhere, or has another result than the uninterrupted one.
+        """
         if result is None:
             raise Violation("the resumed run failed")
         self.counts["resumed runs"] += resumed is not None
@@ -148,15 +164,16 @@ class Soak:
         print(f"VIOLATION: {violation}", flush=True)
 
     def mutate(self, number: int) -> None:
-        """Damage a checkpoint; record a violation if that is not noticed and changes the result, or if code runs."""
+        """Damage a checkpoint.
+
+        Record a violation if that is not noticed and changes the result, or if code runs.
+        """
         from hf_fsdp_recipes.checkpointing.resume import find_damage
         from tests.checkpointing.damage import ACCIDENTS, ATTACKS, damage, forge
 
         self.reference("full", 2)
-        choose, directory = (
-            random.Random(f"{self.seed} mutation {number}"),
-            self.disk / f"mutation-{number}",
-        )
+        choose = random.Random(f"{self.seed} mutation {number}")
+        directory = self.disk / f"mutation-{number}"
         shutil.copytree(self.disk / "reference-full-2" / "run", directory / "run")
         shutil.rmtree(directory / "run" / f"checkpoint-{NUM_STEPS}")
         checkpoint = directory / "run" / f"checkpoint-{NUM_STEPS - 1}"
@@ -185,13 +202,17 @@ class Soak:
 
 
 def check_checkpoints(output: Path, required: int) -> int:
-    """Return the latest checkpoint's step; raise a Violation if a checkpoint is damaged, or the required one is lost."""
+    """Return the latest checkpoint's step.
+
+    Raise a Violation if a checkpoint is damaged, or the required one is lost.
+    """
     from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, step_of
     from hf_fsdp_recipes.checkpointing.resume import find_damage
 
     found = list_checkpoints(output)
     for checkpoint in found:
-        if damage := find_damage(checkpoint):
+        damage = find_damage(checkpoint)
+        if damage:
             raise Violation(f"{checkpoint.name} is incomplete: {damage}")
     latest = max(map(step_of, found), default=0)
     if latest < required:
@@ -200,21 +221,23 @@ def check_checkpoints(output: Path, required: int) -> int:
 
 
 def _wait(children: set[int], ranks: set[int]) -> dict[int, int]:
-    """Wait for children of this process and return their exit statuses; if they do not end, kill them and the ranks."""
+    """Wait for children of this process and return their exit statuses.
+
+    If they do not end, kill them and the ranks.
+    """
     statuses: dict[int, int] = {}
     deadline = time.monotonic() + HANG_SECONDS
     while children - statuses.keys():
         for pid in children - statuses.keys():
-            done, raw = pid, 0  # unless its launcher has not waited for it
+            done = pid
+            raw = 0  # unless its launcher has not waited for it
             with contextlib.suppress(ChildProcessError):
                 done, raw = os.waitpid(pid, os.WNOHANG)
             if done:
                 statuses[pid] = os.waitstatus_to_exitcode(raw)
         if time.monotonic() > deadline:
-            for number in (
-                signal.SIGUSR2,
-                signal.SIGKILL,
-            ):  # the first shows in the log where a rank hangs
+            # The first signal shows in the log where a rank hangs.
+            for number in (signal.SIGUSR2, signal.SIGKILL):
                 for pid in (children | ranks) - statuses.keys():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
@@ -238,14 +261,15 @@ def main() -> None:
     disk = options.disk.resolve()
     disk.mkdir(parents=True)
     prepare()
-    soak, started = Soak(disk, options.seed), time.monotonic()
+    soak = Soak(disk, options.seed)
+    started = time.monotonic()
     for number in itertools.count():
         if soak.counts["kills"] >= options.kills:
             break
         soak.run_case(number)
+        seconds = time.monotonic() - started
         print(
-            f"{dict(soak.counts)}, {len(soak.violations)} violations, {time.monotonic() - started:.0f} s",
-            flush=True,
+            f"{dict(soak.counts)}, {len(soak.violations)} violations, {seconds:.0f} s", flush=True
         )
     for number in range(options.mutations):
         soak.mutate(number)

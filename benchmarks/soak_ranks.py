@@ -1,4 +1,7 @@
-"""The launcher and ranks of benchmarks/soak.py: forked processes that train a tiny model and can wait at a file operation."""
+"""The launcher and ranks of benchmarks/soak.py.
+
+They are forked processes that train a tiny model and can wait at a file operation.
+"""
 
 import ctypes
 import faulthandler
@@ -18,24 +21,35 @@ MAX_RANKS = 4
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
 PR_SET_CHILD_SUBREAPER = 36  # prctl's number, from linux/prctl.h
 MODULES = (
-    "tests.conftest", "tests.ranks.harness", "tests.checkpointing.damage", "tests.checkpointing.runs", "accelerate", "peft",
-    "datasets", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "hf_fsdp_recipes.callback",
-    "transformers.trainer", "transformers.models.llama.modeling_llama", "trl.trainer.sft_trainer",
-)  # fmt: skip
+    "tests.conftest",
+    "tests.ranks.harness",
+    "tests.checkpointing.damage",
+    "tests.checkpointing.runs",
+    "accelerate",
+    "peft",
+    "datasets",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "hf_fsdp_recipes.callback",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "trl.trainer.sft_trainer",
+)
 
 
 class Board:
-    """Shared memory. `trap` is a rank and the number of its file operation (from 1) at which it waits to be killed."""
+    """Shared memory.
+
+    `trap` is a rank and the number of its file operation (from 1) at which it waits to be killed.
+    """
 
     def __init__(self, trap: tuple[int, int] = (-1, -1)) -> None:
         self.pids: Any = RawArray("i", MAX_RANKS)
-        self.num_events: Any = RawArray(
-            "i", MAX_RANKS
-        )  # the file operations that each rank has reached
-        self.trap, self.state = (
-            trap,
-            RawArray("i", 2),
-        )  # whether a rank waits at the trap; whether it may go on
+        # The file operations that each rank has reached.
+        self.num_events: Any = RawArray("i", MAX_RANKS)
+        self.trap = trap
+        # Whether a rank waits at the trap; whether it may go on.
+        self.state = RawArray("i", 2)
 
     def wait_for_pids(self, num_ranks: int) -> set[int]:
         """Return the process ids of the ranks when all are forked."""
@@ -45,7 +59,10 @@ class Board:
 
 
 def prepare() -> None:
-    """Import once what the ranks need, and let this process wait for its grandchildren when their parent dies."""
+    """Import once what the ranks need.
+
+    Let this process wait for its grandchildren when their parent dies.
+    """
     for name in MODULES:
         importlib.import_module(name)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -60,8 +77,8 @@ def start_launcher(
 ) -> int:
     """Fork a process that forks the ranks and waits for them; return its process id.
 
-    Like torchrun, it gives every rank its own session, and sends SIGTERM to the others when one fails. It exits with 0, or with
-    the status of the first rank that failed.
+    Like torchrun, it gives every rank its own session, and sends SIGTERM to the others when one
+    fails. It exits with 0, or with the status of the first rank that failed.
     """
     from tests.ranks.harness import free_port
 
@@ -123,7 +140,10 @@ def _run_rank(board: Board, rank: int, output: Path, options: dict[str, Any]) ->
 
 
 def _watch_files(board: Board, rank: int, output: str) -> None:
-    """Count this process's file operations in the output directory, each before it happens, and wait at the trap."""
+    """Count this process's file operations in the output directory, and wait at the trap.
+
+    Each is counted before it happens.
+    """
 
     def see(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in EVENTS or not isinstance(arguments[0], str | os.PathLike):

@@ -1,10 +1,14 @@
-"""A step of recipes/sft.py, with its callbacks and load_model, against a step of TRL's own `trl sft`.
+"""A step of recipes/sft.py against a step of TRL's own `trl sft`.
 
-    python -m benchmarks.step [--parameters 3e7] [--steps 24] [--rounds 6] [--template cpu] [--num_processes 2] [--optim sgd]
+The recipe's step includes its callbacks and load_model.
 
-Both scripts train the same model on the same rows with the same arguments, and alternate in one run, in the same processes.
-Each step is timed on the slowest rank, from the end of a step to the end of the next, in wall-clock and in CPU time, which
-also means something on a busy machine. A ratio is the median of the rounds' ratios of medians.
+    python -m benchmarks.step [--parameters 3e7] [--steps 24] [--rounds 6] [--template cpu]
+    [--num_processes 2] [--optim sgd]
+
+Both scripts train the same model on the same rows with the same arguments, and alternate in one
+run, in the same processes. Each step is timed on the slowest rank, from the end of a step to the
+end of the next, in wall-clock and in CPU time, which also means something on a busy machine. A
+ratio is the median of the rounds' ratios of medians.
 """
 
 import argparse
@@ -71,7 +75,10 @@ def main() -> None:
 
 
 def write_model_and_rows(options: argparse.Namespace, directory: Path) -> None:
-    """Write a random Llama whose layers dominate, a tokenizer of words, and rows of random words."""
+    """Write a random Llama, a tokenizer of words, and rows of random words.
+
+    The model's layers dominate.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -129,7 +136,9 @@ def run_rank(options: argparse.Namespace) -> None:
     for number in range(options.rounds):
         for script in SCRIPTS if number % 2 == 0 else reversed(SCRIPTS):
             stopwatch = Stopwatch()
-            trainer.DEFAULT_CALLBACKS.append(stopwatch)
+            # Upstream's list holds classes, and Trainer takes instances too.
+            callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
+            callbacks.append(stopwatch)
             arguments = script_arguments(
                 options, options.directory / f"run-{number}-{SCRIPTS.index(script)}"
             )
@@ -137,7 +146,7 @@ def run_rank(options: argparse.Namespace) -> None:
                 trl_sft.main(*trl_sft.make_parser().parse_args_and_config(arguments))
             else:
                 recipe["main"](parse_arguments([*arguments, "--export", "false"]))
-            trainer.DEFAULT_CALLBACKS.remove(stopwatch)
+            callbacks.remove(stopwatch)
             found[script].append(stopwatch.times())
             wall, cpu = (
                 statistics.median(step[clock] for step in found[script][-1]) for clock in (0, 1)
@@ -154,12 +163,26 @@ def script_arguments(options: argparse.Namespace, output: Path) -> list[str]:
     """Return the arguments of both scripts, all TRL's or Trainer's own."""
     on_cpu = options.template == "cpu"
     settings = {
-        "model_name_or_path": options.directory / "model", "dataset_name": options.directory / "rows", "seed": 1,
-        "output_dir": output, "max_steps": options.steps, "max_length": 256, "packing": True, "dtype": "float32",
-        "per_device_train_batch_size": options.rows, "optim": options.optim, "learning_rate": 1e-4, "logging_steps": 5,
-        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "gradient_checkpointing": False,
-        "bf16": not on_cpu, "use_cpu": on_cpu, "dataloader_pin_memory": not on_cpu,
-    }  # fmt: skip
+        "model_name_or_path": options.directory / "model",
+        "dataset_name": options.directory / "rows",
+        "seed": 1,
+        "output_dir": output,
+        "max_steps": options.steps,
+        "max_length": 256,
+        "packing": True,
+        "dtype": "float32",
+        "per_device_train_batch_size": options.rows,
+        "optim": options.optim,
+        "learning_rate": 1e-4,
+        "logging_steps": 5,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "bf16": not on_cpu,
+        "use_cpu": on_cpu,
+        "dataloader_pin_memory": not on_cpu,
+    }
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
@@ -168,9 +191,10 @@ def report(
 ) -> None:
     """Print the table, and rewrite the section of docs/measured.md."""
     lines = [
-        f"{options.parameters / 1e6:.0f}M parameters, all trained, template {options.template} on {options.num_processes} "
-        f"ranks, {options.rows} x 256 packed tokens per rank, {options.optim}; {options.rounds} alternating runs of "
-        f"{options.steps} steps. Losses: {'equal' if are_losses_equal else 'different'}.",
+        f"{options.parameters / 1e6:.0f}M parameters, all trained, template {options.template} on "
+        f"{options.num_processes} ranks, {options.rows} x 256 packed tokens per rank, "
+        f"{options.optim}; {options.rounds} alternating runs of {options.steps} steps. "
+        f"Losses: {'equal' if are_losses_equal else 'different'}.",
         "",
         "| seconds per step, median | trl sft | recipes/sft.py | ratio | ratios of single rounds |",
         "|---|---|---|---|---|",

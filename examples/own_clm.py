@@ -1,11 +1,15 @@
-"""A script like transformers' `run_clm.py`, with the three lines that make it shard, resume and export.
+"""A script like `run_clm.py` of transformers, with three lines for FSDP.
+
+These lines make it shard, resume and export.
 
     accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_clm.py \
-        --model_name_or_path Qwen/Qwen3-8B --train_file my_rows.jsonl --output_dir runs/mine --bf16 --do_train
+        --model_name_or_path Qwen/Qwen3-8B --train_file my_rows.jsonl --output_dir runs/mine --bf16
+        --do_train
 
-Each line of `my_rows.jsonl` is a JSON object with the field `text`. Every argument of `TrainingArguments` is an option. If the
-run stops, start the same command again. It resumes from the latest complete checkpoint. The trained model is written to
-`<output_dir>/export`. On a machine without a GPU, use accelerate_configs/cpu.yaml.
+Each line of `my_rows.jsonl` is a JSON object with the field `text`. Every argument of
+`TrainingArguments` is an option. If the run stops, start the same command again. It resumes from
+the latest complete checkpoint. The trained model is written to `<output_dir>/export`. On a machine
+without a GPU, use accelerate_configs/cpu.yaml.
 """
 
 import math
@@ -37,7 +41,10 @@ class ScriptArguments:
 
 
 def group_texts(rows: dict[str, list[list[int]]], block_size: int) -> dict[str, list[list[int]]]:
-    """Join the tokenized texts and cut them into blocks. Drop the incomplete last block of each batch of rows."""
+    """Join the tokenized texts and cut them into blocks.
+
+    Drop the incomplete last block of each batch of rows.
+    """
     tokens = list(chain.from_iterable(rows["input_ids"]))
     blocks = [
         tokens[start : start + block_size]
@@ -56,9 +63,8 @@ def main() -> None:
     model = load_model(script.model_name_or_path, dtype=script.dtype)  # instead of from_pretrained
 
     files = {"train": script.train_file, "validation": script.validation_file}
-    with arguments.main_process_first(
-        desc="tokenize"
-    ):  # rank 0 tokenizes, and the other ranks read its cache
+    # Rank 0 tokenizes, and the other ranks read its cache.
+    with arguments.main_process_first(desc="tokenize"):
         rows = load_dataset(
             "json", data_files={split: file for split, file in files.items() if file}
         )
@@ -82,9 +88,8 @@ def main() -> None:
         eval_dataset=rows.get("validation"),
         processing_class=tokenizer,
         data_collator=default_data_collator,
-        callbacks=[
-            ShardedCheckpointCallback(export_dir=f"{arguments.output_dir}/export")
-        ],  # new, instead of save_model
+        # new, instead of save_model
+        callbacks=[ShardedCheckpointCallback(export_dir=f"{arguments.output_dir}/export")],
     )
     if arguments.do_train:
         # instead of get_last_checkpoint, which would also return an interrupted save

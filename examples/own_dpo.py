@@ -1,11 +1,14 @@
-"""Align a language model to preferences with TRL's `DPOTrainer` and LoRA. The reference is the model without its adapter.
+"""Align a language model to preferences with TRL's `DPOTrainer` and LoRA.
+
+The reference is the model without its adapter.
 
     accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_dpo.py \
         --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
 
-Each line of `my_rows.jsonl` is a JSON object with the text fields `prompt`, `chosen` and `rejected`. If the run stops, start
-the same command again. It resumes from the latest complete checkpoint. The adapter is written to `<output_dir>/export`, and the
-model with the adapter merged in to `<output_dir>/export_merged`. Without a GPU, use accelerate_configs/cpu.yaml.
+Each line of `my_rows.jsonl` is a JSON object with the text fields `prompt`, `chosen` and
+`rejected`. If the run stops, start the same command again. It resumes from the latest complete
+checkpoint. The adapter is written to `<output_dir>/export`, and the model with the adapter merged
+in to `<output_dir>/export_merged`. Without a GPU, use accelerate_configs/cpu.yaml.
 """
 
 import argparse
@@ -38,7 +41,8 @@ def main() -> None:
     )
     options = parser.parse_args()
 
-    # With LoRA, the base model is frozen, so bfloat16 is enough. Weights that are trained need float32.
+    # With LoRA, the base model is frozen, so bfloat16 is enough. Weights that are trained need
+    # float32.
     model = load_model(options.model, dtype="float32" if options.full else "bfloat16")
     arguments = DPOConfig(
         output_dir=options.output_dir,
@@ -50,14 +54,12 @@ def main() -> None:
         logging_steps=1,
         report_to="none",
     )
-    lora, reference = (
-        LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
-        None,
-    )
-    if (
-        options.full
-    ):  # TRL would load the full reference on each rank, but takes a sharded reference as it is
-        lora, frozen = None, load_model(options.model, dtype="bfloat16").requires_grad_(False)
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    reference = None
+    # TRL would load the full reference on each rank, but takes a sharded reference as it is.
+    if options.full:
+        lora = None
+        frozen = load_model(options.model, dtype="bfloat16").requires_grad_(False)
         reference = accelerate.accelerator.fsdp2_prepare_model(accelerate.Accelerator(), frozen)
     trainer = DPOTrainer(
         model=model,
@@ -70,9 +72,8 @@ def main() -> None:
             ShardedCheckpointCallback(export_dir=f"{options.output_dir}/export", merge_adapter=True)
         ],
     )
-    trainer.train(
-        resume_from_checkpoint=latest_checkpoint(options.output_dir)
-    )  # None starts from step 0
+    # None starts from step 0.
+    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_grpo.py \
         --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
 
-Each line of `my_rows.jsonl` is a JSON object with the text fields `prompt` and `answer`. Replace `has_answer` with your reward.
-If the run stops, start the same command again. It resumes from the latest complete checkpoint. The adapter is written to
-`<output_dir>/export`, and the merged model to `<output_dir>/export_merged`. Without a GPU, use accelerate_configs/cpu.yaml.
+Each line of `my_rows.jsonl` is a JSON object with the text fields `prompt` and `answer`. Replace
+`has_answer` with your reward. If the run stops, start the same command again. It resumes from the
+latest complete checkpoint. The adapter is written to `<output_dir>/export`, and the merged model to
+`<output_dir>/export_merged`. Without a GPU, use accelerate_configs/cpu.yaml.
 """
 
 import argparse
@@ -40,14 +41,14 @@ def main() -> None:
     )
     options = parser.parse_args()
 
-    model = load_model(
-        options.model, dtype="bfloat16"
-    )  # the model is frozen; the adapter is trained in float32
+    # The model is frozen; the adapter is trained in float32.
+    model = load_model(options.model, dtype="bfloat16")
     arguments = GRPOConfig(
         output_dir=options.output_dir,
         per_device_train_batch_size=4,
         num_generations=4,
-        max_completion_length=options.max_completion_length,  # without vLLM, the sharded model generates token by token
+        # Without vLLM, the sharded model generates token by token.
+        max_completion_length=options.max_completion_length,
         learning_rate=1e-5,
         bf16=torch.accelerator.is_available(),
         max_steps=options.max_steps,
@@ -68,9 +69,8 @@ def main() -> None:
             ShardedCheckpointCallback(export_dir=f"{options.output_dir}/export", merge_adapter=True)
         ],
     )
-    trainer.train(
-        resume_from_checkpoint=latest_checkpoint(options.output_dir)
-    )  # None starts from step 0
+    # None starts from step 0.
+    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))
 
 
 if __name__ == "__main__":

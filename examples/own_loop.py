@@ -1,11 +1,14 @@
-"""Fine-tune a causal language model with Accelerate alone: your own loop, resumable checkpoints, a final export.
+"""Fine-tune a causal language model with Accelerate alone.
+
+Your own loop, resumable checkpoints, a final export.
 
     accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_loop.py \
         --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
 
-Each line of `my_rows.jsonl` is a JSON object with the text field `text`. If the run stops, start the same command again. It
-resumes from the latest complete checkpoint. The trained model is written to `<output_dir>/export`, from which
-`from_pretrained` loads it. On a machine without a GPU, use accelerate_configs/cpu.yaml.
+Each line of `my_rows.jsonl` is a JSON object with the text field `text`. If the run stops, start
+the same command again. It resumes from the latest complete checkpoint. The trained model is written
+to `<output_dir>/export`, from which `from_pretrained` loads it. On a machine without a GPU, use
+accelerate_configs/cpu.yaml.
 """
 
 import argparse
@@ -49,9 +52,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     set_seed(0)
-    model = load_model(
-        options.model, dtype="float32"
-    )  # before the Accelerator: load_model turns on FSDP on CPUs
+    # Before the Accelerator: load_model turns on FSDP on CPUs.
+    model = load_model(options.model, dtype="float32")
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -70,9 +72,8 @@ def main() -> None:
     scheduler = get_linear_schedule_with_warmup(
         optimizer, 0, options.max_steps * accelerator.num_processes
     )
-    model, optimizer, batches, scheduler = accelerator.prepare(
-        model, optimizer, batches, scheduler
-    )  # fills the shards
+    # Fills the shards.
+    model, optimizer, batches, scheduler = accelerator.prepare(model, optimizer, batches, scheduler)
 
     step = max((int(path.name[5:]) for path in options.output_dir.glob("step-*")), default=0)
     if step:

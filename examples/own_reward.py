@@ -3,9 +3,10 @@
     accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_reward.py \
         --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
 
-Each line of `my_rows.jsonl` is a JSON object with the text fields `prompt`, `chosen` and `rejected`. If the run stops, start
-the same command again. It resumes from the latest complete checkpoint. The adapter is written to `<output_dir>/export`, and the
-reward model with the adapter merged in to `<output_dir>/export_merged`. Without a GPU, use accelerate_configs/cpu.yaml.
+Each line of `my_rows.jsonl` is a JSON object with the text fields `prompt`, `chosen` and
+`rejected`. If the run stops, start the same command again. It resumes from the latest complete
+checkpoint. The adapter is written to `<output_dir>/export`, and the reward model with the adapter
+merged in to `<output_dir>/export_merged`. Without a GPU, use accelerate_configs/cpu.yaml.
 """
 
 import argparse
@@ -63,9 +64,8 @@ def main() -> None:
             ShardedCheckpointCallback(export_dir=f"{options.output_dir}/export", merge_adapter=True)
         ],
     )
-    trainer.train(
-        resume_from_checkpoint=latest_checkpoint(options.output_dir)
-    )  # None starts from step 0
+    # None starts from step 0.
+    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Fine-tune a causal language model with your own `Trainer`: sharded loading, resumable checkpoints, a final export.
+"""Fine-tune a causal language model with your own `Trainer`.
+
+Sharded loading, resumable checkpoints, a final export.
 
     accelerate launch --config_file accelerate_configs/full_shard.yaml examples/own_trainer.py \
         --model Qwen/Qwen3-8B --data my_rows.jsonl --output_dir runs/mine
 
-Each line of `my_rows.jsonl` is a JSON object with the text field `text`. If the run stops, start the same command again. It
-resumes from the latest complete checkpoint. The trained model is written to `<output_dir>/export`, from which
-`from_pretrained` loads it. On a machine without a GPU, use accelerate_configs/cpu.yaml.
+Each line of `my_rows.jsonl` is a JSON object with the text field `text`. If the run stops, start
+the same command again. It resumes from the latest complete checkpoint. The trained model is written
+to `<output_dir>/export`, from which `from_pretrained` loads it. On a machine without a GPU, use
+accelerate_configs/cpu.yaml.
 """
 
 import argparse
@@ -33,9 +36,8 @@ def main() -> None:
     )
     options = parser.parse_args()
 
-    model = load_model(
-        options.model, dtype="float32"
-    )  # replaces AutoModelForCausalLM.from_pretrained
+    # Replaces AutoModelForCausalLM.from_pretrained.
+    model = load_model(options.model, dtype="float32")
     arguments = TrainingArguments(
         output_dir=str(options.output_dir),
         per_device_train_batch_size=4,
@@ -63,9 +65,8 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[ShardedCheckpointCallback(export_dir=options.output_dir / "export")],
     )
-    trainer.train(
-        resume_from_checkpoint=latest_checkpoint(options.output_dir)
-    )  # None starts from step 0
+    # None starts from step 0.
+    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output_dir))
 
 
 if __name__ == "__main__":

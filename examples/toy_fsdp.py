@@ -1,9 +1,12 @@
-"""Train a toy model with FSDP or DDP in plain PyTorch, and print what rank 0 holds. The loss is the same with both.
+"""Train a toy model with FSDP or DDP in plain PyTorch, and print what rank 0 holds.
+
+The loss is the same with both.
 
     torchrun --nproc-per-node 2 examples/toy_fsdp.py            # FSDP: each rank holds its shard
     torchrun --nproc-per-node 2 examples/toy_fsdp.py --ddp      # DDP: each rank holds everything
 
-Without accelerators, the ranks run on CPUs. On Gaudi, export PT_HPU_LAZY_MODE=0 first. docs/gaudi_fsdp.md shows the output.
+Without accelerators, the ranks run on CPUs. On Gaudi, export PT_HPU_LAZY_MODE=0 first.
+docs/gaudi_fsdp.md shows the output.
 """
 
 import contextlib
@@ -15,15 +18,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH, NUM_LAYERS = 256, 4
+WIDTH = 256
+NUM_LAYERS = 4
 
 
 def main() -> None:
     """Train with FSDP, or with DDP if --ddp is given."""
     device = start()
-    train(
-        "--ddp" in sys.argv, device
-    )  # frees the model: a DDP model can hang if it outlives the process group
+    # Frees the model: a DDP model can hang if it outlives the process group.
+    train("--ddp" in sys.argv, device)
     dist.destroy_process_group()
 
 
@@ -37,9 +40,8 @@ def train(ddp: bool, device: torch.device) -> None:
         model = DistributedDataParallel(model)
     else:
         for layer in model:
-            fully_shard(
-                layer
-            )  # each layer is a unit: it is gathered before it computes, and freed afterwards
+            # Each layer is a unit: it is gathered before it computes, and freed afterwards.
+            fully_shard(layer)
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 

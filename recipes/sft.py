@@ -1,14 +1,15 @@
 """Fine-tune a causal language model with TRL's SFTTrainer under FSDP: all weights, LoRA or QLoRA.
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft.py --config recipes/quickstart.yaml \
-        --model_name_or_path path/to/model
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft.py \
+        --config recipes/quickstart.yaml --model_name_or_path path/to/model
 
     accelerate launch --config_file accelerate_configs/full_shard.yaml recipes/sft.py \
         --model_name_or_path Qwen/Qwen3-8B --dataset_name my_rows.jsonl --output_dir runs/qwen3 \
         --use_peft --lora_target_modules all-linear --packing --resume_from_checkpoint auto
 
-A recipe (--config) is a YAML file with arguments of TRL, Trainer and this package (`RecipeArguments`). Options on the command
-line override the recipe. A run writes checkpoint-<step>/, export/, metrics.jsonl, report.md and plots to --output_dir.
+A recipe (--config) is a YAML file with arguments of TRL, Trainer and this package
+(`RecipeArguments`). Options on the command line override the recipe. A run writes
+checkpoint-<step>/, export/, metrics.jsonl, report.md and plots to --output_dir.
 """
 
 import contextlib
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def explained(what: str, has_begun: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Turn an upstream error into one line that says what failed. If `has_begun()` is true, keep the error as it is."""
+    """Turn an upstream error into one line that says what failed.
+
+    If `has_begun()` is true, keep the error as it is.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -48,30 +52,37 @@ def explained(what: str, has_begun: Callable[[], bool] = lambda: False) -> Itera
 
 
 def find_checkpoint(arguments: Arguments) -> str | None:
-    """Return the checkpoint to resume from, or None. `auto` stands for the latest intact checkpoint, if any. Collective."""
+    """Return the checkpoint to resume from, or None.
+
+    `auto` stands for the latest intact checkpoint, if any. Collective.
+    """
     from hf_fsdp_recipes import keep_global_batch, latest_checkpoint
     from hf_fsdp_recipes.checkpointing.directory import read_manifest
     from hf_fsdp_recipes.checkpointing.resume import find_damage
 
     training = arguments.training
-    wanted, training.resume_from_checkpoint = training.resume_from_checkpoint, None
+    wanted = training.resume_from_checkpoint
+    training.resume_from_checkpoint = None
     if wanted in ("auto", "true", "True", True):
         wanted = latest_checkpoint(training.output_dir)
     elif wanted:
         with explained(f"{wanted} cannot be resumed from"):
             damage = find_damage(Path(wanted), distributed.rank(), distributed.world_size())
-        for found in filter(None, distributed.gather(damage)):
+        damages = [damage for damage in distributed.gather(damage) if damage]
+        if damages:
             raise CheckpointError(
-                f"{wanted} cannot be resumed from: {found}. Set resume_from_checkpoint: auto."
+                f"{wanted} cannot be resumed from: {damages[0]}. Set resume_from_checkpoint: auto."
             )
     if not wanted:
         return None
     keep_global_batch(training, wanted)
     distributed.print_main(f"resuming from {wanted}")
-    before = (read_manifest(Path(wanted)) or {}).get("world_size")
+    manifest = read_manifest(Path(wanted)) or {}
+    before = manifest.get("world_size")
     if arguments.is_streamed and before not in (None, training.world_size):
         distributed.print_main(
-            f"note: {before} ranks saved the checkpoint. Where a rank reads files of its own, rows may repeat."
+            f"note: {before} ranks saved the checkpoint. Where a rank reads files of its own, rows "
+            "may repeat."
         )
     return wanted
 
@@ -90,20 +101,24 @@ def load_tokenizer(arguments: Arguments) -> "PreTrainedTokenizerBase":
 
 
 def build_model(arguments: Arguments) -> "PreTrainedModel":
-    """Return a pretrained model, whose weights are read when it is sharded, or a new model with random weights. Collective."""
+    """Return a pretrained model, or a new model with random weights. Collective.
+
+    The weights of a pretrained model are read when it is sharded.
+    """
     import transformers
     from trl import get_quantization_config
 
     from hf_fsdp_recipes import load_model
 
-    model, training, recipe = arguments.model, arguments.training, arguments.recipe
+    model = arguments.model
+    training = arguments.training
+    recipe = arguments.recipe
     options: dict[str, Any] = {
         "dtype": model.dtype,
         "attn_implementation": model.attn_implementation,
+        "trust_remote_code": training.trust_remote_code,
+        **(training.model_init_kwargs or {}),
     }
-    options |= {"trust_remote_code": training.trust_remote_code} | (
-        training.model_init_kwargs or {}
-    )
     training.model_init_kwargs = None  # SFTTrainer would warn that it ignores them
     if recipe.config_name:
         transformers.set_seed(training.seed)
@@ -115,10 +130,10 @@ def build_model(arguments: Arguments) -> "PreTrainedModel":
         lambda: transformers.AutoConfig.from_pretrained(model.model_name_or_path, **source)
     )
     # As in TRL, the model's class is the one that the checkpoint's config names.
-    auto_class = getattr(
-        transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM
-    )
-    if quantization := get_quantization_config(model):
+    class_name = config.architectures[0] if config.architectures else ""
+    auto_class = getattr(transformers, class_name, transformers.AutoModelForCausalLM)
+    quantization = get_quantization_config(model)
+    if quantization:
         options["quantization_config"] = quantization
     return load_model(model.model_name_or_path, auto_class=auto_class, **source, **options)
 
@@ -132,13 +147,11 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
 
     training = arguments.training
     tokenizer = load_tokenizer(arguments)
-    with training.main_process_first(
-        desc="reading rows"
-    ):  # rank 0 fills the cache of the datasets library
+    # Rank 0 fills the cache of the datasets library.
+    with training.main_process_first(desc="reading rows"):
         train, evaluation = read_rows(arguments)
-    with explained(
-        f"{arguments.model.model_name_or_path or arguments.recipe.config_name} cannot be built"
-    ):
+    name = arguments.model.model_name_or_path or arguments.recipe.config_name
+    with explained(f"{name} cannot be built"):
         model = build_model(arguments)
     with explained("SFTTrainer refuses the recipe or its rows"):
         trainer = SFTTrainer(
@@ -154,7 +167,8 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
             ],
             optimizer_cls_and_kwargs=sharded_optimizer(training),
         )
-    # Trainer passes its logs to one callback after the other. MetricsCallback adds to them before `report_to` sends them.
+    # Trainer passes its logs to one callback after the other. MetricsCallback adds to them before
+    # `report_to` sends them.
     trainer.callback_handler.callbacks.sort(
         key=lambda callback: not isinstance(callback, MetricsCallback)
     )
@@ -166,7 +180,8 @@ def main(arguments: Arguments) -> None:
     """Run the recipe. Every rank calls this."""
     from hf_fsdp_recipes import ShardedCheckpointCallback
 
-    training, recipe = arguments.training, arguments.recipe
+    training = arguments.training
+    recipe = arguments.recipe
     check_arguments(arguments)
     check_targets(arguments)
     export_dir = Path(training.output_dir) / "export" if recipe.export else None

@@ -103,7 +103,10 @@ class Day:
     def arguments(
         self, model: str, name: str, settings: Mapping[str, Any], is_planned: bool = False
     ) -> list[str]:
-        """Return arguments for recipes/sft.py and `trl sft`; with `is_planned`, for an accelerator that is not here."""
+        """Return arguments for recipes/sft.py and `trl sft`.
+
+        With `is_planned`, for an accelerator that is not here.
+        """
         has_device = is_planned or torch.accelerator.is_available()
         values = {
             "model_name_or_path": self.model(model),

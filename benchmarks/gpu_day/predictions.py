@@ -1,4 +1,7 @@
-"""Writes what `hf-fsdp plan` predicts for the steps that train: python -m benchmarks.gpu_day.predictions FILE"""
+"""Writes what `hf-fsdp plan` predicts for the steps that train.
+
+Usage: python -m benchmarks.gpu_day.predictions FILE
+"""
 
 import json
 import re

@@ -34,7 +34,8 @@ class Step:
         limit: seconds after which it is killed.
         num_ranks: its processes. With two, they share one accelerator over gloo.
         is_new_process: whether a rank cannot be a fork.
-        starts_ranks: whether `function` starts the ranks itself. It then also takes the seconds that it has.
+        starts_ranks: whether `function` starts the ranks itself. It then also takes the seconds
+            that it has.
     """
 
     function: Callable[..., Figures]
@@ -99,7 +100,10 @@ RUNS = {
 
 
 def compare_runs(day: Day, num_ranks: int, seconds: float) -> Figures:
-    """Compare a run with itself, and with one that was killed and resumed: losses and gradient norms of each step."""
+    """Compare a run with itself, and with one that was killed and resumed.
+
+    The losses and gradient norms of each step are compared.
+    """
     deadline = time.monotonic() + seconds
     found: Figures = {}
     for name, (output, is_killed) in RUNS.items():
@@ -121,7 +125,10 @@ def compare_runs(day: Day, num_ranks: int, seconds: float) -> Figures:
 
 
 def work_on_rank(day: Day, step: Step, rank: int, port: int, result: Path) -> None:
-    """Run a step as one rank and write its figures. Ends the process, without waiting for its threads."""
+    """Run a step as one rank and write its figures.
+
+    Ends the process, without waiting for its threads.
+    """
     log = os.open(day.out / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -154,8 +161,8 @@ def work_on_rank(day: Day, step: Step, rank: int, port: int, result: Path) -> No
 def run(day: Day, name: str, step: Step, seconds: float) -> Figures:
     """Run a step on its ranks for at most `seconds`, and return rank 0's figures.
 
-    A rank is a fork of this process, which has imported everything but bitsandbytes and has not started CUDA. If
-    something has started it, or for bitsandbytes, a rank is a new process.
+    A rank is a fork of this process, which has imported everything but bitsandbytes and has not
+    started CUDA. If something has started it, or for bitsandbytes, a rank is a new process.
     """
     if step.starts_ranks:
         return step.function(day, *step.inputs, seconds)

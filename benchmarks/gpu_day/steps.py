@@ -1,4 +1,7 @@
-"""The steps. Each runs in a process of its own, with the variables that `accelerate launch` sets for a rank."""
+"""The steps.
+
+Each runs in a process of its own, with the variables that `accelerate launch` sets for a rank.
+"""
 
 import importlib.metadata
 import json
@@ -91,6 +94,7 @@ def load(day: Day, kind: str) -> Figures:
     accelerator = Accelerator()
     name = str(day.model("8b"))
     synchronize()
+    model: torch.nn.Module
     with PeakMemory() as memory:
         if kind == "stock":
             model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
@@ -113,10 +117,13 @@ def run_script(
     script: str = "recipes/sft.py",
 ) -> None:
     """Run recipes/sft.py or `trl sft` in this process, with more callbacks."""
-    trainer.DEFAULT_CALLBACKS.extend(callbacks)
+    # Upstream's list holds classes, and Trainer takes instances too.
+    default_callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
+    default_callbacks.extend(callbacks)
     patches.enable_cpu_ranks()
     if script == "trl sft":
-        trainer.Trainer.save_model = lambda *args, **kwargs: None  # ours does not save here either
+        # Ours does not save here either.
+        trainer.Trainer.save_model = lambda *args, **kwargs: None  # type: ignore[method-assign]
         trl_sft.main(*trl_sft.make_parser().parse_args_and_config(list(arguments)))
     else:
         runpy.run_path(str(ROOT / script))["main"](parse_arguments(list(arguments)))
@@ -191,7 +198,8 @@ class SaveWatch(TrainerCallback):
     def _figures(self) -> Figures:
         found: Figures = {}
         for phase, seconds in self._seconds.items():
-            # The first steps of a run are slow, and the first one of a save contains the standstill.
+            # The first steps of a run are slow, and the first one of a save contains the
+            # standstill.
             steady = seconds[3:] if phase == "before" else seconds[1:]
             found[f"step s, {phase}: median, slowest, number"] = [
                 statistics.median(steady or seconds),
@@ -202,7 +210,10 @@ class SaveWatch(TrainerCallback):
 
 
 def save(day: Day, model: str, name: str, settings: Mapping[str, Any], num_steps: int) -> Figures:
-    """Save twice, and time the steps around it: `num_steps` before, between and after. Ends with a kill."""
+    """Save twice, and time the steps around it: `num_steps` before, between and after.
+
+    Ends with a kill.
+    """
     spans: dict[str, list[float]] = {}
     facts: Figures = {"copied GB": [], "pinned": []}
 
@@ -273,7 +284,9 @@ def resume(day: Day) -> Figures:
 
 
 def train_exactly(day: Day, run: str, is_killed: bool) -> Figures:
-    """Train for ten steps with deterministic kernels, save at step 4, and kill this process after step 8 if asked to.
+    """Train for ten steps with deterministic kernels, and save at step 4.
+
+    Kill this process after step 8 if asked to.
 
     Returns each step's loss and gradient norm. Run again, it resumes.
     """
@@ -314,7 +327,10 @@ def train_exactly(day: Day, run: str, is_killed: bool) -> Figures:
 
 
 def command(day: Day) -> Figures:
-    """Run the command that a user types: LoRA of 1B with saves, the merged export and the report."""
+    """Run the command that a user types.
+
+    LoRA of 1B with saves, the merged export and the report.
+    """
     output = day.output("command")
     settings = LORA | {
         "save_strategy": "steps",

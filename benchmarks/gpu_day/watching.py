@@ -1,4 +1,7 @@
-"""Watches a training run: the time and tokens of its steps, its memory, and the kernels of two steps."""
+"""Watches a training run.
+
+The time and tokens of its steps, its memory, and the kernels of two steps.
+"""
 
 import statistics
 import time
@@ -67,7 +70,8 @@ class Stopwatch(TrainerCallback):
         self._profiler.stop()
         pairs = list(zip(self._marks, self._marks[1:], strict=False))
         step_seconds = [after[0] - before[0] for before, after in pairs]
-        first, last = self._marks[0], self._marks[-1]
+        first = self._marks[0]
+        last = self._marks[-1]
         seconds = last[0] - first[0]
         num_tokens = last[1] - first[1]
         self.figures["step s, median"] = statistics.median(step_seconds)
@@ -108,6 +112,8 @@ def summarize_profile(profiler: torch.profiler.profile) -> Figures:
     if torch.cuda.is_available():
         device_type = torch.autograd.DeviceType.CUDA
     spans = []
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
     for event in profiler.profiler.kineto_results.events():
         is_work = event.device_type() == device_type and not event.is_user_annotation()
         if is_work and event.duration_ns() > 0:

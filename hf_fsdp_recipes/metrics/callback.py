@@ -4,14 +4,14 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import describe
@@ -20,47 +20,64 @@ from hf_fsdp_recipes.metrics.metrics_file import NOT_TRAINING, PHASES, Entry
 
 logger = logging.getLogger(__name__)
 
-LOGGED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds")
-PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}  # {Accelerate's name: torch's name}
-LOGGED_MEMORY = {"host_memory_gb": "host_bytes", "device_peak_memory_gb": "device_peak_bytes"}
-
-
-def _ends(phase: str) -> Callable[..., None]:
-    """Return a handler of Trainer events. The handler ends the given phase of a step."""
-    return lambda self, *args, **kwargs: self._end_phase(phase)
+LOGGED = (
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "mfu",
+    "step_seconds",
+)
+# {name in Trainer's logs: name in metrics.jsonl}
+LOGGED_MEMORY = {
+    "host_memory_gb": "host_bytes",
+    "device_peak_memory_gb": "device_peak_bytes",
+}
+# {Accelerate's name: torch's name}
+PRECISIONS = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}
 
 
 class MetricsCallback(TrainerCallback):
-    """Measures throughput, MFU and memory of any Trainer, and writes metrics.jsonl and a report with plots (docs/tools.md).
+    """Measures throughput, MFU and memory of any Trainer.
 
-    Pass the callback to the trainer's constructor on every rank. It also adds the main figures to Trainer's logs. At steps that
-    are not logged, it never synchronizes with the device. At a logged step, right after Trainer has gathered the loss, the
-    callback gathers a few integers from each rank. If it cannot count tokens or write a file, it logs a warning once.
+    It writes metrics.jsonl and a report with plots (docs/tools.md).
+
+    Pass the callback to the trainer's constructor on every rank. It also adds the main figures to
+    Trainer's logs. At steps that are not logged, it never synchronizes with the device. At a
+    logged step, right after Trainer has gathered the loss, the callback gathers a few integers
+    from each rank. If it cannot count tokens or write a file, it logs a warning once.
 
     Args:
-        throughput_warmup_steps: number of steps after each start or resume that are left out of averages.
+        throughput_warmup_steps: number of steps after each start or resume that are left out of
+            averages.
     """
 
+    _start: Entry | None  # the entry of this start, until it is written
     _seconds: dict[str, float]  # {phase: seconds since the last logged step}
     _phase_began_at: float
     _host_bytes: int
 
     def __init__(self, *, throughput_warmup_steps: int = 3) -> None:
         self._warmup_steps = throughput_warmup_steps
-        self._is_running = self._has_warned = False
+        self._is_running = False
+        self._has_warned = False
         self._flops: flops.ModelFlops | None = None
         self._peak_flops: float | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Print the wrapped model and start measuring."""
         model = kwargs["model"]
         distributed.print_main(str(model))
         start = _describe_run(args, state, model)
-        with contextlib.suppress(
-            Exception
-        ):  # a stream has no length; Accelerate's shard of it raises an error
+        # A stream has no length. Accelerate's shard of it raises an error.
+        with contextlib.suppress(Exception):
             start["num_rows"] = len(kwargs["train_dataloader"].dataset)
         try:
             self._flops = flops.find_model_flops(model)
@@ -68,67 +85,109 @@ class MetricsCallback(TrainerCallback):
             self._peak_flops = flops.find_peak_flops(start["device"], start["dtype"])
         except Exception as error:  # models from outside transformers may raise anything
             start["no_mfu"] = str(error)
-        self._start: Entry | None = start
+        self._start = start
+        assert args.output_dir is not None
         self._file = Path(args.output_dir) / metrics_file.METRICS_FILE
-        self._device, self._start_step, self._is_running = args.device, state.global_step, True
+        self._warm_at_step = state.global_step + self._warmup_steps
+        self._is_running = True
         self._counts = torch.zeros(2, dtype=torch.int64, device=args.device)
-        self._hook = model.register_forward_pre_hook(self._count_batch, with_kwargs=True)
+        self._hook = model.register_forward_pre_hook(
+            self._count_batch,
+            with_kwargs=True,
+        )
         memory.pop_device_bytes(args.device)
         self._begin_interval(state)
 
-    on_substep_end = _ends("forward_backward")
-    on_step_end = _ends("optimizer")
-    on_evaluate = _ends("evaluation")
-    on_save = _ends("save")  # this phase excludes the part of a save that runs in the background
-
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        *_: object,
+        **kwargs: object,
     ) -> None:
-        """End the data phase. If the warm-up ends between two logged steps, discard what was measured so far."""
+        """End the data phase.
+
+        If the warm-up ends between two logged steps, discard what was measured so far.
+        """
         self._end_phase("data")
-        if self._logged_step < state.global_step == self._start_step + self._warmup_steps:
+        if self._logged_step < state.global_step == self._warm_at_step:
             self._begin_interval(state)
 
-    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
-        """End the forward and backward phase, which includes clipping. Sample the host memory while the gradients exist."""
+    def on_substep_end(self, *_: object, **kwargs: object) -> None:
+        """End the forward and backward phase of a micro-batch."""
+        self._end_phase("forward_backward")
+
+    def on_pre_optimizer_step(self, *_: object, **kwargs: object) -> None:
+        """End the forward and backward phase, which includes clipping.
+
+        Sample the host memory while the gradients exist.
+        """
         self._end_phase("forward_backward")
         self._host_bytes = max(self._host_bytes, memory.host_bytes())
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Write an entry to metrics.jsonl, and add figures to Trainer's logs. Collective: Trainer calls this on every rank."""
-        logs = kwargs["logs"]
+    def on_step_end(self, *_: object, **kwargs: object) -> None:
+        """End the optimizer phase."""
+        self._end_phase("optimizer")
+
+    def on_evaluate(self, *_: object, **kwargs: object) -> None:
+        """End the evaluation phase."""
+        self._end_phase("evaluation")
+
+    def on_save(self, *_: object, **kwargs: object) -> None:
+        """End the save phase. It excludes the part of a save that runs in the background."""
+        self._end_phase("save")
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Write an entry to metrics.jsonl, and add figures to Trainer's logs.
+
+        Collective: Trainer calls this on every rank.
+        """
         if not self._is_running:
             return
+        logs = kwargs["logs"]
         entry: Entry = {
             name: value for name, value in logs.items() if isinstance(value, int | float)
         }
         entry |= {"step": state.global_step, "epoch": state.epoch}
         if "loss" in logs:
             entry |= self._measure(state)
-            logs |= {name: entry[name] for name in LOGGED if name in entry}
-            logs |= {
-                name: max(entry[key]) / 1e9
-                for name, key in LOGGED_MEMORY.items()
-                if any(entry[key])
-            }
+            for name in LOGGED:
+                if name in entry:
+                    logs[name] = entry[name]
+            for name, key in LOGGED_MEMORY.items():
+                largest = max(entry[key])
+                if largest:
+                    logs[name] = largest / 1e9
         self._append(entry)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        *_: object,
+        **kwargs: object,
     ) -> None:
         """Write an entry with the time since the last logged step. Then write the report."""
         self._end_phase("other")
         self._is_running = False
         self._hook.remove()
+        step = state.global_step
         self._append(
             {
-                "step": state.global_step,
-                "ended_at_step": state.global_step,
+                "step": step,
+                "ended_at_step": step,
                 "seconds": self._seconds,
             }
         )
         if distributed.is_main():
-            self._try(lambda: report.write_report(self._file.parent))
+            with self._errors_as_warnings():
+                report.write_report(self._file.parent)
 
     def _end_phase(self, phase: str) -> None:
         """End a phase. Its time grows by the host time since the previous phase ended."""
@@ -139,8 +198,10 @@ class MetricsCallback(TrainerCallback):
 
     def _begin_interval(self, state: TrainerState) -> None:
         """Start the interval that the next entry of metrics.jsonl covers."""
-        self._logged_step, self._host_bytes = state.global_step, 0
-        self._phase_began_at, self._seconds = time.perf_counter(), dict.fromkeys(PHASES, 0.0)
+        self._logged_step = state.global_step
+        self._host_bytes = 0
+        self._phase_began_at = time.perf_counter()
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         self._counts.zero_()
 
     def _measure(self, state: TrainerState) -> Entry:
@@ -149,84 +210,105 @@ class MetricsCallback(TrainerCallback):
         own = {
             "counts": self._counts.tolist(),
             "host_bytes": self._host_bytes,
-            **memory.pop_device_bytes(self._device),
+            **memory.pop_device_bytes(self._counts.device),
         }
-        rows = distributed.gather(own)
-        entry: Entry = {name: [row[name] for row in rows] for name in own}
-        tokens, pairs = (sum(counts) for counts in zip(*entry.pop("counts"), strict=True))
-        seconds = sum(value for phase, value in self._seconds.items() if phase not in NOT_TRAINING)
+        ranks = distributed.gather(own)
+        entry: Entry = {name: [rank[name] for rank in ranks] for name in own}
+        tokens, pairs = torch.tensor(entry.pop("counts")).sum(dim=0).tolist()
+        seconds = sum(self._seconds[phase] for phase in PHASES if phase not in NOT_TRAINING)
         num_steps = state.global_step - self._logged_step
-        entry |= {"tokens": tokens, "num_steps": num_steps, "seconds": self._seconds}
+        entry |= {
+            "tokens": tokens,
+            "num_steps": num_steps,
+            "seconds": self._seconds,
+        }
         entry["step_seconds"] = seconds / max(1, num_steps)
         if tokens:
             entry["tokens_per_second"] = tokens / seconds
-            entry["tokens_per_second_per_device"] = tokens / seconds / len(rows)
+            entry["tokens_per_second_per_device"] = tokens / seconds / len(ranks)
         if self._flops and self._peak_flops:
-            entry["mfu"] = (
-                self._flops.training(tokens, pairs) / seconds / len(rows) / self._peak_flops
-            )
-        if state.global_step <= self._start_step + self._warmup_steps:
+            flops_per_second = self._flops.training(tokens, pairs) / seconds / len(ranks)
+            entry["mfu"] = flops_per_second / self._peak_flops
+        if state.global_step <= self._warm_at_step:
             entry["is_warmup"] = True
         self._begin_interval(state)
         return entry
 
-    def _count_batch(self, module: torch.nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+    def _count_batch(
+        self,
+        module: torch.nn.Module,
+        args: object,
+        kwargs: dict[str, Any],
+    ) -> None:
         if module.training and torch.is_grad_enabled():
-            self._try(lambda: self._counts.add_(flops.count_tokens(kwargs).to(self._counts.device)))
+            with self._errors_as_warnings():
+                self._counts.add_(flops.count_tokens(kwargs).to(self._counts.device))
 
     def _append(self, entry: Entry) -> None:
-        # The first entry starts the file. So a run that is refused before its first step does not change an earlier file.
-        start, self._start = self._start, None
-        if distributed.is_main():
-            if start is not None:
-                self._try(lambda: metrics_file.begin(self._file, self._start_step, start))
-            self._try(lambda: metrics_file.append(self._file, entry))
+        # The first entry starts the file. So a run that is refused before its first step does not
+        # change an earlier file.
+        start = self._start
+        self._start = None
+        if not distributed.is_main():
+            return
+        if start is not None:
+            with self._errors_as_warnings():
+                metrics_file.begin(self._file, start)
+        with self._errors_as_warnings():
+            metrics_file.append(self._file, entry)
 
-    def _try(self, work: Callable[[], object]) -> None:
-        """Call `work`. Errors must not end a run: the first one is logged as a warning, and later ones are ignored."""
+    @contextlib.contextmanager
+    def _errors_as_warnings(self) -> Iterator[None]:
+        """Let errors of the body not end the run.
+
+        The first one is logged as a warning, and later ones are ignored.
+        """
         try:
-            work()
+            yield
         except Exception as error:
             if not self._has_warned:
                 logger.warning("metrics are incomplete: %s", describe(error))
             self._has_warned = True
 
 
-def _describe_run(args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> Entry:
+def _describe_run(
+    args: TrainingArguments,
+    state: TrainerState,
+    model: torch.nn.Module,
+) -> Entry:
     """Return the entry that is written to metrics.jsonl each time the run starts or resumes."""
-    name = Path(
-        getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
-    ).name
-    device, precision = (
-        torch.get_device_module(args.device),
-        str(AcceleratorState().mixed_precision),
-    )
+    config = getattr(model, "config", None)
+    model_name = Path(getattr(config, "_name_or_path", "") or type(model).__name__).name
+    precision = str(AcceleratorState().mixed_precision)
     if precision == "no":
         precision = str(next(model.parameters()).dtype)
+    device_module = torch.get_device_module(args.device)
+    device = args.device.type
+    if hasattr(device_module, "get_device_name"):
+        device = device_module.get_device_name()
     return {
-        "run": args.run_name or _name_run(args, name),
-        "model": name,
+        "run": args.run_name or _name_run(args, model_name),
+        "model": model_name,
         "from_step": state.global_step,
         "max_steps": state.max_steps,
         "num_ranks": distributed.world_size(),
-        "device": device.get_device_name()
-        if hasattr(device, "get_device_name")
-        else args.device.type,
+        "device": device,
         "dtype": PRECISIONS.get(precision, precision).removeprefix("torch."),
         "batch_per_device": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
     }
 
 
-def _name_run(args: TrainingArguments, model: str) -> str:
-    """Return fsdp_training_DATE_MODEL_NODES_GPUS-PER-NODE_EPOCHS_BATCH, as in AMD's article on FSDP with ROCm."""
+def _name_run(args: TrainingArguments, model_name: str) -> str:
+    """Return fsdp_training_DATE_MODEL_NODES_GPUS-PER-NODE_EPOCHS_BATCH.
+
+    The format is from AMD's article on FSDP with ROCm.
+    """
+    date = f"{datetime.now():%Y%m%d-%H%M}"
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    length = f"{args.max_steps}steps" if args.max_steps > 0 else f"{args.num_train_epochs:g}"
-    parts = [
-        model,
-        distributed.world_size() // per_node,
-        per_node,
-        length,
-        args.per_device_train_batch_size,
-    ]
-    return "_".join(["fsdp_training", f"{datetime.now():%Y%m%d-%H%M}", *map(str, parts)])
+    num_nodes = distributed.world_size() // per_node
+    length = f"{args.num_train_epochs:g}"
+    if args.max_steps > 0:
+        length = f"{args.max_steps}steps"
+    batch = args.per_device_train_batch_size
+    return f"fsdp_training_{date}_{model_name}_{num_nodes}_{per_node}_{length}_{batch}"

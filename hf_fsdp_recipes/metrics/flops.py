@@ -1,8 +1,11 @@
-"""Counts the model FLOPs of training and lists the peak FLOP/s of devices. MFU is the achieved share of this peak.
+"""Counts the model FLOPs of training and lists the peak FLOP/s of devices.
 
-A token costs 2 FLOPs per matmul parameter in the forward pass and 2 in the backward pass, for the activations. A trained
-parameter costs 2 more, for its gradient. So full fine-tuning costs 6 per parameter, and LoRA a little over 4. Attention, causal
-or not, costs two matrix products over all pairs of tokens of a sequence, and twice as much in the backward pass.
+MFU is the achieved share of this peak.
+
+A token costs 2 FLOPs per matmul parameter in the forward pass and 2 in the backward pass, for the
+activations. A trained parameter costs 2 more, for its gradient. So full fine-tuning costs 6 per
+parameter, and LoRA a little over 4. Attention, causal or not, costs two matrix products over all
+pairs of tokens of a sequence, and twice as much in the backward pass.
 Source: PaLM (arXiv:2204.02311), appendix B.
 """
 
@@ -12,48 +15,75 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-# Dense peaks in TFLOP/s for bfloat16 and float16, from the vendors' data sheets and white papers. Figures with structured
-# sparsity are halved, and so is that of an MI250X, which is two devices. A key is a regular expression for the full name
-# without vendor and series. MIG slices and laptop GPUs match no key, because no MFU is better than a wrong one.
+# Dense peaks in TFLOP/s for bfloat16 and float16, from the vendors' data sheets and white papers.
+# Figures with structured sparsity are halved, and so is that of an MI250X, which is two devices.
+# A key is a regular expression for the full name without vendor and series. MIG slices and laptop
+# GPUs match no key, because no MFU is better than a wrong one.
 PEAKS = {
-    r"gb[23]00": 2500, r"b[23]00( sxm6 ac)?": 2250, r"g?h200( \d+gb hbm3e| \d+gb| 144g hbm3e)?": 989.4,
-    r"h100 (sxm5?|\d+gb hbm3)": 989.4, r"h[12]00 nvl": 835.5, r"h100 pcie": 756, r"a[18]00([- ](sxm4?|pcie|[48]0gb))*": 312,
-    r"a10": 125, r"a10g": 70, r"l40s": 362.05, r"l4": 121, r"rtx 3090": 71, r"rtx 4090": 165.2, r"rtx 5090": 209.5,
-    r"rtx 6000 ada( generation)?": 364.2, r"mi250x": 191.5, r"mi3(00|25)x( vf| oam)?": 1307.4, r"mi350x( vf)?": 2309.6,
-    r"mi355x( vf)?": 2516.6, r"gaudi ?2": 432, r"gaudi ?3": 1835,
-}  # fmt: skip
+    r"gb[23]00": 2500,
+    r"b[23]00( sxm6 ac)?": 2250,
+    r"g?h200( \d+gb hbm3e| \d+gb| 144g hbm3e)?": 989.4,
+    r"h100 (sxm5?|\d+gb hbm3)": 989.4,
+    r"h[12]00 nvl": 835.5,
+    r"h100 pcie": 756,
+    r"a[18]00([- ](sxm4?|pcie|[48]0gb))*": 312,
+    r"a10": 125,
+    r"a10g": 70,
+    r"l40s": 362.05,
+    r"l4": 121,
+    r"rtx 3090": 71,
+    r"rtx 4090": 165.2,
+    r"rtx 5090": 209.5,
+    r"rtx 6000 ada( generation)?": 364.2,
+    r"mi250x": 191.5,
+    r"mi3(00|25)x( vf| oam)?": 1307.4,
+    r"mi350x( vf)?": 2309.6,
+    r"mi355x( vf)?": 2516.6,
+    r"gaudi ?2": 432,
+    r"gaudi ?3": 1835,
+}
+VENDOR_AND_SERIES = re.compile(r"\b(nvidia|amd|intel|geforce|instinct)\b|\((r|tm)\)")
+
+# Names of the number of experts in configs.
 NUM_EXPERTS = (
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
-)  # names of this number in configs
-VENDOR_AND_SERIES = re.compile(r"\b(nvidia|amd|intel|geforce|instinct)\b|\((r|tm)\)")
+)
+WINDOWED = (
+    "sliding_attention",
+    "chunked_attention",
+)
 
 
 class ModelFlops(NamedTuple):
     """Sizes of a model that determine its FLOPs."""
 
-    matmul_parameters: int = 0  # parameters in the matrix products of one token
-    trainable_parameters: int = 0  # how many of them are trained
-    attention_width: int = (
-        0  # heads * (query dim + value dim), summed over the layers with full attention
-    )
-    window_width: int = 0  # the same, summed over the layers with sliding-window attention
-    window: int = 0  # length of the window in tokens
+    matmul_parameters: int  # parameters in the matrix products of one token
+    trainable_parameters: int  # how many of them are trained
+    # heads * (query dim + value dim), summed over the layers with full attention
+    attention_width: int
+    window_width: int  # the same, summed over the layers with sliding-window attention
+    window: int  # length of the window in tokens
 
     def training(self, tokens: int, pairs: int) -> int:
-        """Return the FLOPs of the forward and backward passes. The arguments are the results of `count_tokens`."""
-        attention = self.attention_width * pairs + self.window_width * min(
-            pairs, self.window * tokens
-        )
-        return (4 * self.matmul_parameters + 2 * self.trainable_parameters) * tokens + 6 * attention
+        """Return the FLOPs of the forward and backward passes.
+
+        The arguments are the results of `count_tokens`.
+        """
+        pairs_in_windows = min(pairs, self.window * tokens)
+        attention = self.attention_width * pairs + self.window_width * pairs_in_windows
+        parameters = 4 * self.matmul_parameters + 2 * self.trainable_parameters
+        return parameters * tokens + 6 * attention
 
 
-def find_model_flops(model: Any) -> ModelFlops:
-    """Return the sizes of a transformers decoder. The model may have a PEFT adapter, be on meta, or be sharded.
+def find_model_flops(model: PreTrainedModel) -> ModelFlops:
+    """Return the sizes of a transformers decoder.
 
-    With LoRA, the backward pass is counted for every layer, although it stops at the adapter closest to the input.
+    The model may have a PEFT adapter, be on meta, or be sharded. With LoRA, the backward pass is
+    counted for every layer, although it stops at the adapter closest to the input.
     Raises an exception for models of other kinds.
     """
     config = model.config
@@ -64,24 +94,38 @@ def find_model_flops(model: Any) -> ModelFlops:
         or getattr(config, "attention_chunk_size", None)
         or 0
     )
-    kind = "sliding_attention" if window else "full_attention"
-    kinds = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
-    query = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
-        query = config.qk_nope_head_dim + config.qk_rope_head_dim
-    width = config.num_attention_heads * (query + (getattr(config, "v_head_dim", None) or query))
-    num_windowed = sum(one in ("sliding_attention", "chunked_attention") for one in kinds)
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types:
+        kind = "sliding_attention" if window else "full_attention"
+        layer_types = [kind] * config.num_hidden_layers
+    num_windowed = sum(kind in WINDOWED for kind in layer_types)
+    width = _attention_width(config)
     return ModelFlops(
-        *_count_matmuls(model), kinds.count("full_attention") * width, num_windowed * width, window
+        *_count_matmuls(model),
+        attention_width=layer_types.count("full_attention") * width,
+        window_width=num_windowed * width,
+        window=window,
     )
 
 
-def _count_matmuls(model: Any) -> tuple[int, int]:
-    """Return how many parameters are multiplied with each token, and how many of them are trained."""
-    num_matmul = num_trained = 0
+def _attention_width(config: PreTrainedConfig) -> int:
+    """Return heads * (query dim + value dim) of one layer."""
+    num_heads = config.num_attention_heads
+    query_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
+        query_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    value_dim = getattr(config, "v_head_dim", None) or query_dim
+    return num_heads * (query_dim + value_dim)
+
+
+def _count_matmuls(model: PreTrainedModel) -> tuple[int, int]:
+    """Return how many parameters are multiplied with each token, and how many are trained."""
+    num_matmul = 0
+    num_trained = 0
     num_experts = max(getattr(model.config, name, 0) for name in NUM_EXPERTS)
     for path, module in model.named_modules():
-        # PEFT's modules_to_save keeps the original of each replaced module, but the original no longer runs.
+        # PEFT's modules_to_save keeps the original of each replaced module, but the original no
+        # longer runs.
         if isinstance(module, nn.Embedding) or "original_module" in path.split("."):
             continue
         for name, parameter in module.named_parameters(recurse=False):
@@ -93,7 +137,8 @@ def _count_matmuls(model: Any) -> tuple[int, int]:
             if ".experts." in f".{path}.":  # a token passes through only some of the experts
                 size = round(size * model.config.num_experts_per_tok / num_experts)
             num_matmul += size
-            num_trained += size * parameter.requires_grad
+            if parameter.requires_grad:
+                num_trained += size
     return num_matmul, num_trained
 
 
@@ -101,32 +146,40 @@ def count_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
     """Count a batch's tokens, excluding padding, without waiting for the device.
 
     Args:
-        inputs: the model's keyword arguments. Packed sequences begin where `position_ids` restart at 0. A packed
-            sequence of a single token counts as padding.
+        inputs: the model's keyword arguments. Packed sequences begin where `position_ids` restart
+            at 0. A packed sequence of a single token counts as padding.
 
     Returns:
-        (2,) int64 on the batch's device: the sum of the sequence lengths, and the sum of their squares (pairs of tokens).
+        (2,) int64 on the batch's device: the sum of the sequence lengths, and the sum of their
+        squares (pairs of tokens).
     """
-    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    mask = inputs.get("attention_mask")
+    positions = inputs.get("position_ids")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         lengths = mask.sum(dim=-1)
     elif isinstance(positions, torch.Tensor) and positions.ndim == 2:
         following = nn.functional.pad(positions[:, 1:], (0, 1))
         is_token = ((positions != 0) | (following != 0)).long()
         # The host does not know the lengths n. So n * n is summed as 1 + 3 + 5 + ... + (2 n - 1).
-        return torch.stack([is_token.sum(), ((2 * positions.long() + 1) * is_token).sum()])
+        pairs = (2 * positions.long() + 1) * is_token
+        return torch.stack([is_token.sum(), pairs.sum()])
     else:
-        batch = (
-            inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
-        )
-        lengths = torch.full((batch.shape[0],), batch.shape[1], device=batch.device)
+        batch = inputs.get("input_ids")
+        if batch is None:
+            batch = inputs["inputs_embeds"]
+        num_rows, length = batch.shape[:2]
+        lengths = torch.full((num_rows,), length, device=batch.device)
     return torch.stack([lengths.sum(), (lengths * lengths).sum()])
 
 
 def find_peak_flops(device_name: str, dtype: str) -> float:
-    """Return a device's dense peak in FLOP/s, given its name in torch. Raise a ValueError if the peak is not known."""
+    """Return a device's dense peak in FLOP/s, given its name in torch.
+
+    Raises a ValueError if the peak is not known.
+    """
     name = " ".join(VENDOR_AND_SERIES.sub("", device_name.lower()).split())
-    found = [peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)]
-    if not found or dtype not in ("bfloat16", "float16"):
-        raise ValueError(f"no {dtype} peak FLOP/s known for {device_name}")
-    return found[0] * 1e12
+    if dtype in ("bfloat16", "float16"):
+        for pattern, peak in PEAKS.items():
+            if re.fullmatch(pattern, name):
+                return peak * 1e12
+    raise ValueError(f"no {dtype} peak FLOP/s known for {device_name}")

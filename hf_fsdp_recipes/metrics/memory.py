@@ -1,18 +1,28 @@
 """Measures the host and device memory of this process, in bytes."""
 
 import contextlib
-from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
-# For each version of cgroups: the files with limits, the file with the usage, and the prefix in memory.stat.
-CGROUP_V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
-CGROUP_V2 = (("memory.max", "memory.high"), "memory.current", "")
 
-COUNTERS = {  # {name in metrics.jsonl: name of a function in the device's module, such as torch.cuda}
+
+class CgroupNames(NamedTuple):
+    """Names that differ between the versions of cgroups."""
+
+    limit_files: tuple[str, ...]
+    usage_file: str
+    prefix: str  # of the fields in memory.stat
+
+
+CGROUP_V1 = CgroupNames(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
+CGROUP_V2 = CgroupNames(("memory.max", "memory.high"), "memory.current", "")
+
+# {name in metrics.jsonl: name of a function in the device's module, such as torch.cuda}
+COUNTERS = {
     "device_valley_bytes": "memory_allocated",
     "device_peak_bytes": "max_memory_allocated",
     "device_reserved_peak_bytes": "max_memory_reserved",
@@ -20,55 +30,69 @@ COUNTERS = {  # {name in metrics.jsonl: name of a function in the device's modul
 
 
 def host_bytes() -> int:
-    """Return this process's resident memory without the pages of memory-mapped files (RssAnon + RssShmem)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(
-        int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:"))
-    )
+    """Return this process's resident memory without the pages of memory-mapped files.
+
+    It is the sum of the kernel's RssAnon and RssShmem.
+    """
+    kilobytes = 0
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(("RssAnon:", "RssShmem:")):
+            kilobytes += int(line.split()[1])
+    return kilobytes * 1024
 
 
 def available_host_bytes() -> int:
-    """Return the host memory that is left: on the node, or in this process's cgroup, as in Slurm jobs and containers."""
+    """Return the host memory that is left.
+
+    It is limited by the node, or by this process's cgroup, as in Slurm jobs and containers.
+    """
     left = [psutil.virtual_memory().available]
     memberships = Path("/proc/self/cgroup")
     lines = memberships.read_text().splitlines() if memberships.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            left += read_cgroups(CGROUPS, path, *CGROUP_V2)
+            left += read_cgroups(CGROUPS, path, CGROUP_V2)
         elif "memory" in controllers.split(","):
-            left += read_cgroups(CGROUPS / "memory", path, *CGROUP_V1)
+            left += read_cgroups(CGROUPS / "memory", path, CGROUP_V1)
     return min(left)
 
 
-def read_cgroups(
-    root: Path, path: str, limit_files: Sequence[str], usage_file: str, prefix: str
-) -> list[int]:
-    """Return what is left in a cgroup and in each cgroup around it. Pages of files count as left."""
-    found = []
+def read_cgroups(root: Path, path: str, names: CgroupNames) -> list[int]:
+    """Return what is left in a cgroup and in each cgroup around it. Pages of files count as left.
+
+    Args:
+        root: the directory of all cgroups.
+        path: the cgroup's path in it, as in /proc/self/cgroup.
+        names: those of the cgroups' version.
+    """
+    left = []
     directory = root / path.lstrip("/")
     while directory.is_relative_to(root):
-        for limit_file in limit_files:
+        for limit_file in names.limit_files:
             # Without a limit, the file is missing or has the word "max".
             with contextlib.suppress(OSError, ValueError):
                 limit = int((directory / limit_file).read_text())
-                usage = int((directory / usage_file).read_text())
+                usage = int((directory / names.usage_file).read_text())
                 lines = (directory / "memory.stat").read_text().splitlines()
-                stat = {name: int(number) for name, number in (line.split() for line in lines)}
-                pages_of_files = [
-                    stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive")
-                ]
-                found.append(limit - usage + sum(pages_of_files))
+                stat = dict(line.split() for line in lines)
+                active = int(stat.get(f"{names.prefix}active_file", 0))
+                inactive = int(stat.get(f"{names.prefix}inactive_file", 0))
+                left.append(limit - usage + active + inactive)
         directory = directory.parent
-    return found
+    return left
 
 
 def pop_device_bytes(device: torch.device) -> dict[str, int]:
-    """Return the bytes allocated now (the "valley", if called between steps) and the peaks since the last call.
+    """Return the bytes allocated now (the "valley", if called between steps) and the peaks.
 
-    All values are 0 if the device does not count its memory, as on CPU ranks.
+    The peaks are those since the last call. All values are 0 if the device does not count its
+    memory, as on CPU ranks.
     """
     module = torch.get_device_module(device)
-    found = {name: getattr(module, counter, int)() for name, counter in COUNTERS.items()}
-    getattr(module, "reset_peak_memory_stats", int)()
-    return found
+    counts = {}
+    for name, counter in COUNTERS.items():
+        counts[name] = getattr(module, counter)() if hasattr(module, counter) else 0
+    if hasattr(module, "reset_peak_memory_stats"):
+        module.reset_peak_memory_stats()
+    return counts

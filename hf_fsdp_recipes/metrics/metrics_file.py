@@ -6,29 +6,50 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 METRICS_FILE = "metrics.jsonl"
-PHASES = ("data", "forward_backward", "optimizer", "save", "evaluation", "other")
+PHASES = (
+    "data",
+    "forward_backward",
+    "optimizer",
+    "save",
+    "evaluation",
+    "other",
+)
 NOT_TRAINING = ("save", "evaluation")  # phases that throughput excludes
 
 Entry: TypeAlias = dict[str, Any]
 
 
 def read_metrics(path: Path) -> list[Entry]:
-    """Return the entries of a metrics.jsonl, or [] if there is no file. Skip a line that a killed run left incomplete."""
+    """Return the entries of a metrics.jsonl, or [] if there is no file.
+
+    A line that a killed run left incomplete is skipped.
+    """
+    if not path.is_file():
+        return []
     entries = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+    for line in path.read_text(errors="replace").splitlines():
         try:
-            entries.append(dict(json.loads(line)))
+            entry = dict(json.loads(line))
         except (TypeError, ValueError):
             continue
+        entries.append(entry)
     return entries
 
 
-def begin(path: Path, step: int, entry: Entry) -> None:
-    """Add the entry for the start of a run. Of the earlier entries, keep those up to `step`. If `step` is 0, keep none."""
+def begin(path: Path, start: Entry) -> None:
+    """Add the entry for the start of a run.
+
+    Of the earlier entries, keep those up to the step that the run starts from. Keep none if this
+    is step 0.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = [old for old in read_metrics(path) if old.get("step", 0) <= step] if step else []
+    entries = []
+    from_step = start["from_step"]
+    if from_step:
+        entries = [entry for entry in read_metrics(path) if entry.get("step", 0) <= from_step]
+    entries.append(start)
     part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(one) + "\n" for one in [*kept, entry]))
+    part.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     part.replace(path)
 
 
@@ -39,11 +60,13 @@ def append(path: Path, entry: Entry) -> None:
 
 
 def average(steps: Sequence[Entry], rate: str) -> float | None:
-    """Return the time-weighted mean of a rate over the steps after the warm-up, or None if there are no such steps."""
+    """Return the mean of a rate over the steps after the warm-up, weighted by their time.
+
+    Return None if there are no such steps.
+    """
     measured = [step for step in steps if rate in step and not step.get("is_warmup")]
-    weights = [step["step_seconds"] * step["num_steps"] for step in measured]
-    return (
-        sum(s[rate] * w for s, w in zip(measured, weights, strict=True)) / sum(weights)
-        if weights
-        else None
-    )
+    if not measured:
+        return None
+    seconds = [step["step_seconds"] * step["num_steps"] for step in measured]
+    amounts = [step[rate] * weight for step, weight in zip(measured, seconds, strict=True)]
+    return sum(amounts) / sum(seconds)

@@ -1,20 +1,43 @@
-"""Writes a run's report.md, report.png and `<run name>.txt` from metrics.jsonl alone, even during the run."""
+"""Writes a run's report.md, report.png and `<run name>.txt` from metrics.jsonl alone.
+
+This also works while the run is going.
+"""
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from hf_fsdp_recipes.errors import ToolError, describe
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, PHASES, Entry, average, read_metrics
 
-REPORT_FILE = "report.md"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Row: TypeAlias = tuple[str, str]  # name and value
+
+LOG_HEADER = "    step       loss    seconds  peak memory, largest rank"
 MEMORY = {
     "host memory at optimizer steps": "host_bytes",
     "device memory allocated, peak": "device_peak_bytes",
     "device memory allocated between steps (valley)": "device_valley_bytes",
     "device memory reserved, peak": "device_reserved_peak_bytes",
+}
+# {title of a plot: {name of a value or phase: its label}}
+PLOTS = {
+    "Loss, nats per token": {
+        "loss": "training loss",
+        "eval_loss": "evaluation loss",
+    },
+    "Tokens/s, without padding": {"tokens_per_second": "all ranks"},
+    "Seconds per step": {phase: phase for phase in PHASES},
+    "Host memory at optimizer steps, GB, largest rank": {"host_bytes": "anonymous pages"},
+    "Device memory, GB, largest rank": {
+        "device_peak_bytes": "peak",
+        "device_valley_bytes": "between steps (valley)",
+    },
 }
 
 
@@ -22,129 +45,154 @@ def write_report(output_dir: Path) -> Path:
     """Write a run's report.md, plots and log, and return the path of report.md. Rank 0 only.
 
     Raises:
-        ToolError: metrics.jsonl is missing or empty, or one of its lines has missing or invalid values.
+        ToolError: metrics.jsonl is missing or empty, or one of its lines has missing or invalid
+            values.
     """
-    file, report = output_dir / METRICS_FILE, output_dir / REPORT_FILE
+    file = output_dir / METRICS_FILE
     entries = read_metrics(file)
     if not entries:
         raise ToolError(
             f"{file} is missing or empty. Pass the output_dir of a run with MetricsCallback."
         )
+    starts = [entry for entry in entries if "run" in entry]
     steps = [entry for entry in entries if "loss" in entry]
+    run = str(starts[-1]["run"]) if starts else output_dir.name
     try:
-        run = next(
-            (str(entry["run"]) for entry in reversed(entries) if "run" in entry), output_dir.name
-        )
-        rows = [*_run_rows(entries), *(_step_rows(steps) if steps else ())]
-        (output_dir / f"{Path(run).name}.txt").write_text(_format_log(rows, steps))
-        draw(entries).savefig(report.with_suffix(".png"))
+        rows = [*_run_rows(entries, starts), *_step_rows(steps)]
+        log = output_dir / f"{Path(run).name}.txt"
+        log.write_text(_format_log(rows, steps))
+        draw(entries).savefig(output_dir / "report.png")
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise ToolError(
             f"{file} has a line with missing or invalid values ({describe(error)}). Delete it."
         ) from error
-    table = ["| metric | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-    report.write_text("\n\n".join([f"# {run}", "\n".join(table), "![plots](report.png)"]) + "\n")
+    report = output_dir / "report.md"
+    lines = [
+        f"# {run}",
+        "",
+        "| metric | value |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows),
+        "",
+        "![plots](report.png)",
+        "",
+    ]
+    report.write_text("\n".join(lines))
     return report
 
 
-def _run_rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
-    starts = [entry for entry in entries if "run" in entry]
-    done = max(entry.get("step", 0) for entry in entries)
-    yield "steps", f"{done:,}" + (f" of {starts[-1]['max_steps']:,}" if starts else "")
-    if resumed := [str(start["from_step"]) for start in starts if start["from_step"]]:
-        yield "resumed from step", ", ".join(resumed)
-    for start in starts[-1:]:
-        batch, ranks, accumulation = (
-            start["batch_per_device"],
-            start["num_ranks"],
-            start["gradient_accumulation_steps"],
-        )
+def _run_rows(entries: Sequence[Entry], starts: Sequence[Entry]) -> Iterator[Row]:
+    """Yield the rows about the whole run.
+
+    `starts` are those of the `entries` that were written when the run started or resumed.
+    """
+    last_step = max(entry.get("step", 0) for entry in entries)
+    if starts:
+        start = starts[-1]
+        yield "steps", f"{last_step:,} of {start['max_steps']:,}"
+        resumed = [str(start["from_step"]) for start in starts if start["from_step"]]
+        if resumed:
+            yield "resumed from step", ", ".join(resumed)
+        batch = start["batch_per_device"]
+        ranks = start["num_ranks"]
+        accumulated = start["gradient_accumulation_steps"]
+        total = batch * ranks * accumulated
         yield "model", start["model"]
         yield "ranks", f"{ranks} x {start['device']}, {start['dtype']}"
-        yield (
-            "batch size",
-            f"{batch * ranks * accumulation:,} = {batch} x {ranks} ranks x {accumulation} accumulated",
-        )
+        yield "batch size", f"{total:,} = {batch} x {ranks} ranks x {accumulated} accumulated"
         if "no_mfu" in start:
             yield "MFU", f"n/a ({start['no_mfu']})"
-    for last in [entry for entry in entries if "eval_loss" in entry][-1:]:
-        yield "evaluation loss, last", f"{last['eval_loss']:.4f}"
+    else:
+        yield "steps", f"{last_step:,}"
+    losses = [entry["eval_loss"] for entry in entries if "eval_loss" in entry]
+    if losses:
+        yield "evaluation loss, last", f"{losses[-1]:.4f}"
 
 
-def _step_rows(steps: Sequence[Entry]) -> Iterator[tuple[str, str]]:
-    edge = min(5, len(steps))
-    for name, some in (("first", steps[:edge]), ("last", steps[-edge:])):
-        mean = statistics.mean(step["loss"] for step in some)
-        yield f"training loss, mean of the {name} {edge} logged steps", f"{mean:.4f}"
-    if measured := [step["step_seconds"] for step in steps if not step.get("is_warmup")]:
-        yield "step time, median", f"{statistics.median(measured):.3f} s"
-    if rate := average(steps, "tokens_per_second"):
+def _step_rows(steps: Sequence[Entry]) -> Iterator[Row]:
+    """Yield the rows about the logged steps, or nothing if there are none."""
+    if not steps:
+        return
+    losses = [step["loss"] for step in steps]
+    edge = min(5, len(losses))
+    first = statistics.mean(losses[:edge])
+    last = statistics.mean(losses[-edge:])
+    yield f"training loss, mean of the first {edge} logged steps", f"{first:.4f}"
+    yield f"training loss, mean of the last {edge} logged steps", f"{last:.4f}"
+    step_seconds = [step["step_seconds"] for step in steps if not step.get("is_warmup")]
+    if step_seconds:
+        yield "step time, median", f"{statistics.median(step_seconds):.3f} s"
+    rate = average(steps, "tokens_per_second")
+    if rate:
         per_rank = average(steps, "tokens_per_second_per_device")
         yield "throughput, padding excluded", f"{rate:,.0f} tokens/s ({per_rank:,.0f} per rank)"
-    if rate := average(steps, "mfu"):
-        yield "MFU", f"{rate:.1%} of the dense peak"
+    mfu = average(steps, "mfu")
+    if mfu:
+        yield "MFU", f"{mfu:.1%} of the dense peak"
     for name, key in MEMORY.items():
-        if largest := max(max(step[key]) for step in steps):
+        largest = max(max(step[key]) for step in steps)
+        if largest:
             yield f"{name}, largest rank", f"{largest / 1e9:,.2f} GB"
     seconds = {phase: sum(step["seconds"][phase] for step in steps) for phase in PHASES}
+    total = sum(seconds.values())
     for phase in PHASES:
-        yield f"share of the time: {phase}", f"{seconds[phase] / sum(seconds.values()):.1%}"
+        yield f"share of the time: {phase}", f"{seconds[phase] / total:.1%}"
 
 
-def _format_log(rows: Sequence[tuple[str, str]], steps: Sequence[Entry]) -> str:
-    """Return the log: name/value pairs, then one line per logged step. The format is from AMD's article on FSDP with ROCm."""
+def _format_log(rows: Sequence[Row], steps: Sequence[Entry]) -> str:
+    """Return the log: name/value pairs, then one line per logged step.
+
+    The format is from AMD's article on FSDP with ROCm.
+    """
     lines = [f"{name}: {value}" for name, value in rows]
-    lines += ["", f"{'step':>8} {'loss':>10} {'seconds':>10} {'peak memory, largest rank':>26}"]
+    lines += ["", LOG_HEADER]
     for step in steps:
-        gigabytes = (max(step["device_peak_bytes"]) or max(step["host_bytes"])) / 1e9
-        lines.append(
-            f"{step['step']:>8} {step['loss']:>10.4f} {step['step_seconds']:>10.3f} {gigabytes:>23.2f} GB"
-        )
+        peak_bytes = max(step["device_peak_bytes"]) or max(step["host_bytes"])
+        gigabytes = peak_bytes / 1e9
+        columns = [
+            f"{step['step']:>8}",
+            f"{step['loss']:>10.4f}",
+            f"{step['step_seconds']:>10.3f}",
+            f"{gigabytes:>23.2f} GB",
+        ]
+        lines.append(" ".join(columns))
     return "\n".join([*lines, ""])
 
 
-def draw(entries: Sequence[Entry]) -> Any:
-    """Return a figure with loss, throughput, seconds per phase, and memory. The x axis is the training step."""
+def draw(entries: Sequence[Entry]) -> "Figure":
+    """Return a figure with loss, throughput, seconds per phase, and memory.
+
+    The x axis is the training step.
+    """
     from matplotlib.figure import Figure  # slow to import, and only rank 0 draws
 
-    def gigabytes(key: str) -> Callable[[Entry], float]:
-        return lambda entry: max(entry[key]) / 1e9
-
-    def seconds(phase: str) -> Callable[[Entry], float]:
-        return lambda entry: entry["seconds"][phase] / entry["num_steps"]
-
-    device = {
-        "peak": gigabytes("device_peak_bytes"),
-        "between steps (valley)": gigabytes("device_valley_bytes"),
-    }
-    panels: dict[str, dict[str, Callable[[Entry], float]]] = {
-        "Loss, nats per token": {
-            "training loss": lambda e: e["loss"],
-            "evaluation loss": lambda e: e["eval_loss"],
-        },
-        "Tokens/s, without padding": {"all ranks": lambda entry: entry["tokens_per_second"]},
-        "Seconds per step": {phase: seconds(phase) for phase in PHASES},
-        "Host memory at optimizer steps, GB, largest rank": {
-            "anonymous pages": gigabytes("host_bytes")
-        },
-        "Device memory, GB, largest rank": device,
-    }
-    figure = Figure(figsize=(8, 3 * len(panels)), layout="constrained")
-    for axes, (title, lines) in zip(figure.subplots(len(panels)), panels.items(), strict=True):
-        for label, value in lines.items():
+    figure = Figure(figsize=(8, 3 * len(PLOTS)), layout="constrained")
+    panels = figure.subplots(len(PLOTS))
+    for axes, (title, labels) in zip(panels, PLOTS.items(), strict=True):
+        for name, label in labels.items():
             points = {}
             for entry in entries:
                 with contextlib.suppress(KeyError):  # entries of other kinds lack this value
-                    points[entry["step"]] = value(entry)
+                    points[entry["step"]] = _plotted(entry, name)
             axes.plot(list(points), list(points.values()), ".-", label=label)
         style(axes, title, "optimizer step")
         axes.legend()
     return figure
 
 
-def style(axes: Any, title: str, x_label: str) -> None:
+def _plotted(entry: Entry, name: str) -> float:
+    """Return seconds per step of a phase, the largest rank's bytes in GB, or the value itself."""
+    if name in PHASES:
+        return entry["seconds"][name] / entry["num_steps"]
+    if name.endswith("_bytes"):
+        return max(entry[name]) / 1e9
+    return entry[name]
+
+
+def style(axes: "Axes", title: str, x_label: str) -> None:
     """Set a panel's title, x label and grid. Let its y axis start at 0."""
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(x_label)
-    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    _, highest = axes.get_ylim()
+    axes.set_ylim(0, 1.05 * highest)
     axes.grid(alpha=0.3)

@@ -1,11 +1,16 @@
-"""Changes an SFTTrainer: sums gradients in float32, refuses models that mix packed rows, and lets streamed runs resume."""
+"""Changes an SFTTrainer before training.
+
+It then sums gradients in float32, refuses models that mix packed rows, and lets streamed runs
+resume.
+"""
 
 import dataclasses
 from typing import Any
 
 import torch
+from datasets import IterableDataset
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback
+from transformers import DataCollator, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 
 from hf_fsdp_recipes.errors import RecipeError
@@ -15,31 +20,37 @@ TOLERANCE = 1e-2  # largest difference, relative to the outputs' norm, that coun
 
 
 def adjust(trainer: SFTTrainer, is_streamed: bool) -> None:
-    """Change a new trainer in place. Every rank calls this before `trainer.train`. Not a collective."""
+    """Change a new trainer in place. Every rank calls this before `trainer.train`.
+
+    Not a collective.
+    """
     if trainer.padding_free:
         trainer.add_callback(PackingCheck(trainer.data_collator))
-    if (
-        is_streamed
-    ):  # an endless stream lets a resumed run skip the rows it has seen, even in a later pass
+    if is_streamed:
+        assert isinstance(trainer.train_dataset, IterableDataset)
+        # An endless stream lets a resumed run skip the rows it has seen, even in a later pass.
         trainer.train_dataset = trainer.train_dataset.repeat(None)
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if (
-        plugin and plugin.mixed_precision_policy
-    ):  # the policy's own reduce_dtype would sum gradients in 16 bits
-        policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
-        plugin.mixed_precision_policy = policy
+    if plugin and plugin.mixed_precision_policy:
+        # The policy's own reduce_dtype would sum gradients in 16 bits.
+        plugin.mixed_precision_policy = dataclasses.replace(
+            plugin.mixed_precision_policy,
+            reduce_dtype=torch.float32,
+        )
+        assert trainer.model is not None
         gather_units_once(trainer.model)
 
 
 def gather_units_once(model: torch.nn.Module) -> None:
     """Let a model gather each of its FSDP units once before the first forward.
 
-    If gradients are reduced in float32 and accumulated over micro-batches, torch raises an error in the backward pass of a unit
-    that has never been gathered. The output head can be such a unit: TRL's loss reads its weight without calling the head.
+    If gradients are reduced in float32 and accumulated over micro-batches, torch raises an error
+    in the backward pass of a unit that has never been gathered. The output head can be such a
+    unit: TRL's loss reads its weight without calling the head.
     """
 
     @torch.compiler.disable
-    def gather(root: torch.nn.Module, inputs: Any) -> None:
+    def gather(root: torch.nn.Module, inputs: object) -> None:
         handle.remove()
         for unit in root.modules():
             if isinstance(unit, FSDPModule) and unit is not root:
@@ -52,8 +63,9 @@ def gather_units_once(model: torch.nn.Module) -> None:
 class PackingCheck(TrainerCallback):
     """Refuses to train if the model's output for a packed row depends on the row before it.
 
-    The check runs the loaded model twice on two short rows, with the attention that training uses. Transformers keeps packed
-    rows apart by their position ids. Some models silently ignore these ids, like OPT, Mamba, and gpt-oss with eager attention.
+    The check runs the loaded model twice on two short rows, with the attention that training uses.
+    Transformers keeps packed rows apart by their position ids. Some models silently ignore these
+    ids, like OPT, Mamba, and gpt-oss with eager attention.
 
     Args:
         collate: the trainer's data collator, which packs rows.
@@ -62,26 +74,30 @@ class PackingCheck(TrainerCallback):
         RecipeError: on every rank, if packed rows are not kept apart when training starts.
     """
 
-    def __init__(self, collate: Any) -> None:
+    def __init__(self, collate: DataCollator) -> None:
         self._collate = collate
 
     @torch.no_grad()
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Pack the same row first behind one row and then behind another. Compare its outputs in both packs. Collective."""
+    def on_train_begin(self, args: TrainingArguments, *_: object, **kwargs: Any) -> None:
+        """Pack the same row first behind one row and then behind another.
+
+        Compare its outputs in both packs. Collective.
+        """
         model = kwargs["model"].eval()
-        last = torch.arange(LENGTH).tolist()
+        row = list(range(LENGTH))
+        other_row = list(range(1, LENGTH + 1))
         outputs = []
-        for first in (last, [token + 1 for token in last]):
-            batch = self._collate([{"input_ids": row, "labels": row} for row in (first, last)])
-            batch = {
-                name: value.to(args.device) if hasattr(value, "to") else value
-                for name, value in batch.items()
-            }
+        for first in (row, other_row):
+            batch = self._collate([{"input_ids": ids, "labels": ids} for ids in (first, row)])
             del batch["labels"]
+            for name, value in batch.items():
+                if isinstance(value, torch.Tensor):
+                    batch[name] = value.to(args.device)
             outputs.append(model(**batch, use_cache=False).logits[0, LENGTH:].float())
         if torch.dist(*outputs) > TOLERANCE * outputs[0].norm():
             attention = getattr(model.config, "_attn_implementation", None)
             raise RecipeError(
-                f"packing: with attn_implementation {attention}, {type(model).__name__} lets packed rows see each other. Set "
-                f"packing: false, or an attn_implementation that keeps them apart, such as flash_attention_2."
+                f"packing: with attn_implementation {attention}, {type(model).__name__} lets packed"
+                " rows see each other. Set packing: false, or an attn_implementation that keeps "
+                "them apart, such as flash_attention_2."
             )

@@ -1,13 +1,17 @@
-"""Parses a recipe's arguments: TRL's own and those of `RecipeArguments`. They come from a YAML file and the command line."""
+"""Parses a recipe's arguments: TRL's own and those of `RecipeArguments`.
 
+They come from a YAML file and the command line.
+"""
+
+import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 import yaml
 
@@ -15,7 +19,9 @@ from hf_fsdp_recipes import patches
 from hf_fsdp_recipes.errors import RecipeError
 
 if TYPE_CHECKING:
-    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+T = TypeVar("T")
 
 # Fields that may hold a path relative to the recipe's own file.
 PATHS = (
@@ -27,7 +33,7 @@ PATHS = (
 )
 
 
-def _help(text: str, default: Any = None) -> Any:
+def _field(default: T, text: str) -> T:
     return field(default=default, metadata={"help": text})
 
 
@@ -35,28 +41,28 @@ def _help(text: str, default: Any = None) -> Any:
 class RecipeArguments:
     """The recipe arguments that this package adds to TRL's."""
 
-    config_name: str | None = _help(
-        "Config of a new model with random weights, instead of model_name_or_path."
+    config_name: str | None = _field(
+        None, "Config of a new model with random weights, instead of model_name_or_path."
     )
-    config_overrides: str | None = _help(
-        "Changes to it, such as hidden_size=768,num_hidden_layers=12."
+    config_overrides: str | None = _field(
+        None, "Changes to it, such as hidden_size=768,num_hidden_layers=12."
     )
-    tokenizer_name: str | None = _help("Tokenizer, if it is not the model's own.")
-    prompt_format: Literal["alpaca", "chat"] = _help(
-        "Text for rows of instruction, input and output.", "chat"
+    tokenizer_name: str | None = _field(None, "Tokenizer, if it is not the model's own.")
+    prompt_format: Literal["alpaca", "chat"] = _field(
+        "chat", "Text for rows of instruction, input and output."
     )
-    validation_split_percentage: float = _help(
-        "Percentage of rows to hold out if there is no test split.", 0.0
+    validation_split_percentage: float = _field(
+        0.0, "Percentage of rows to hold out if there is no test split."
     )
-    export: bool = _help("Export the trained model to <output_dir>/export.", True)
-    export_dtype: str | None = _help(
-        "Dtype of the exported weights; default: that of the trained ones."
+    export: bool = _field(True, "Export the trained model to <output_dir>/export.")
+    export_dtype: str | None = _field(
+        None, "Dtype of the exported weights; default: that of the trained ones."
     )
-    merge_adapter: bool = _help(
-        "Also export the base model with the adapter merged in, to export_merged/.", False
+    merge_adapter: bool = _field(
+        False, "Also export the base model with the adapter merged in, to export_merged/."
     )
-    throughput_warmup_steps: int = _help(
-        "Steps after a start that do not count in the average throughput.", 3
+    throughput_warmup_steps: int = _field(
+        3, "Steps after a start that do not count in the average throughput."
     )
 
 
@@ -77,86 +83,110 @@ class Arguments:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Return the arguments from the command line and from the recipe that `--config` names. Not a collective.
+    """Return the arguments from the command line and from the recipe that `--config` names.
 
-    Raises a RecipeError if the recipe cannot be read, or if an argument is unknown or has an invalid value.
+    Not a collective. Raises a RecipeError if the recipe cannot be read, or if an argument is
+    unknown or has an invalid value.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    recipe: dict[str, object] = {}
+    file = None
+    if "--config" in words[:-1]:
+        file = Path(words[words.index("--config") + 1])
+        recipe = read_recipe(file)
+    names = set(recipe)
+    for word in words:
+        names.update(re.findall(r"^--([\w-]+)", word))
+    parser = _build_parser()
+    actions = {action.dest: action for action in parser._actions}
+    mistakes: list[str] = []
+    for name in sorted(names - {"config", "help", "env"}):
+        mistakes += _find_mistakes(name, recipe.get(name), actions)
+    if mistakes:
+        raise RecipeError(" ".join(mistakes))
+    try:
+        arguments = Arguments(*parser.parse_args_and_config(words))
+    except (ValueError, TypeError, ImportError) as error:  # raised by the classes' own checks
+        text = " ".join(str(error).split())
+        raise RecipeError(f"an argument is refused: {text}") from error
+    if file:
+        _find_relative_paths(arguments, file.parent)
+    return arguments
+
+
+def _build_parser() -> "TrlParser":
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = TrlParser(
-        (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments)
+    class Parser(TrlParser):
+        def error(self, message: str) -> NoReturn:
+            raise RecipeError(f"{message}.")  # argparse would print a page of usage
+
+    classes = (
+        ScriptArguments,
+        SFTConfig,
+        ModelConfig,
+        DatasetMixtureConfig,
+        RecipeArguments,
     )
-    parser.allow_abbrev = False
-    parser.error = _refuse  # argparse would print a page of usage
-    precision = os.environ.get(
-        "ACCELERATE_MIXED_PRECISION", "no"
-    )  # set by the launcher; TRL would take bf16
-    parser.set_defaults(bf16=precision == "bf16", fp16=precision == "fp16")
+    parser = Parser(classes, allow_abbrev=False)  # type: ignore[arg-type]  # asks for one class
+    # Set by the launcher. TRL would take bf16.
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    parser.set_defaults(
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+    )
     if patches.are_cpu_ranks_requested():
         parser.set_defaults(use_cpu=True, dataloader_pin_memory=False)
-    file = (
-        Path(arguments[arguments.index("--config") + 1]) if "--config" in arguments[:-1] else None
-    )
-    recipe = read_recipe(file) if file else {}
-    given = {*re.findall(r"(?:^|\n)--([\w-]+)", "\n".join(arguments)), *recipe} - {
-        "config",
-        "help",
-        "env",
-    }
-    actions = {action.dest: action for action in parser._actions}
-    if wrong := [
-        *filter(None, (_find_fault(name, recipe.get(name), actions) for name in sorted(given)))
-    ]:
-        raise RecipeError(" ".join(wrong))
-    try:
-        found = Arguments(*parser.parse_args_and_config(arguments))
-    except (ValueError, TypeError, ImportError) as error:  # raised by the classes' own checks
-        raise RecipeError(f"an argument is refused: {' '.join(str(error).split())}") from error
-    if file:
-        _find_relative_paths(found, file.parent)
-    return found
+    return parser
 
 
-def read_recipe(file: Path) -> dict[str, Any]:
-    """Return a recipe's fields. Raise a RecipeError if the file is unreadable, is no YAML mapping, or sets a field twice."""
+def read_recipe(file: Path) -> dict[str, object]:
+    """Return a recipe's fields.
+
+    Raises a RecipeError if the file is unreadable, is no YAML mapping, or sets a field twice.
+    """
     try:
         text = file.read_text()
         recipe = yaml.safe_load(text)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(
-            f"the recipe {file} cannot be read: {' '.join(str(error).split())}"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"the recipe {file} cannot be read: {reason}") from error
     if not isinstance(recipe, dict):
         raise RecipeError(f"the recipe {file} is no list of `name: value` lines.")
-    node: Any = yaml.compose(text, yaml.SafeLoader)
-    names = [name.value for name, _ in node.value]
-    if repeated := next(
-        (name for name in recipe if names.count(name) > 1), None
-    ):  # YAML would use the last value
-        raise RecipeError(f"{repeated} is set twice in the recipe {file}. Remove one of the two.")
+    node = yaml.compose(text, yaml.SafeLoader)
+    assert isinstance(node, yaml.MappingNode)
+    names = [key.value for key, _ in node.value]
+    for name in recipe:
+        if names.count(name) > 1:  # YAML would use the last value
+            raise RecipeError(f"{name} is set twice in the recipe {file}. Remove one of the two.")
     return recipe
 
 
-def _refuse(message: str) -> NoReturn:
-    raise RecipeError(f"{message}.")
+def _find_mistakes(
+    name: str,
+    value: object,
+    actions: dict[str, argparse.Action],
+) -> Iterator[str]:
+    """Yield a message if no argument has this name, or if its value in the recipe is invalid.
 
-
-def _find_fault(name: str, value: Any, actions: dict[str, Any]) -> str | None:
-    """Return a message if no argument has this name, or if its value in the YAML file is invalid. Otherwise return None."""
+    The value is None if the recipe has none. Values on the command line are checked by argparse.
+    """
     action = actions.get(name.replace("-", "_"))
     if action is None:
         close = " or ".join(get_close_matches(name, actions, 2))
-        return f"{name} is not an argument{f'; did you mean {close}?' if close else '.'}"
-    if action.choices and value not in (None, *action.choices):
+        ending = f"; did you mean {close}?" if close else "."
+        yield f"{name} is not an argument{ending}"
+    elif value is not None and action.choices and value not in action.choices:
         known = [str(choice) for choice in action.choices]
-        return f"{name} is {value!r}. Set one of {', '.join(get_close_matches(str(value), known) or known)}."
-    kinds: Any = {int: int, float: (int, float)}.get(
-        action.type
-    )  # argparse itself checks values that are text
-    if kinds and action.nargs is None and value is not None and not isinstance(value, (str, kinds)):
-        return f"{name} is {value!r}. Set {'a whole number' if kinds is int else 'a number'}."
-    return None
+        close_values = get_close_matches(str(value), known)
+        listed = ", ".join(close_values or known)
+        yield f"{name} is {value!r}. Set one of {listed}."
+    elif value is None or isinstance(value, str) or action.nargs is not None:
+        return  # argparse itself checks text
+    elif action.type is int and not isinstance(value, int):
+        yield f"{name} is {value!r}. Set a whole number."
+    elif action.type is float and not isinstance(value, int | float):
+        yield f"{name} is {value!r}. Set a number."
 
 
 def _find_relative_paths(arguments: Arguments, directory: Path) -> None:

@@ -1,8 +1,13 @@
-"""Checks a recipe before anything is loaded. It finds only mistakes that upstream ignores, finds too late or does not name."""
+"""Checks a recipe before anything is loaded.
+
+It finds only mistakes that upstream ignores, finds too late or does not name.
+"""
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from huggingface_hub import whoami
 
@@ -10,6 +15,9 @@ from hf_fsdp_recipes import distributed, patches
 from hf_fsdp_recipes.errors import RecipeError, describe
 from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.sharded_optimizer import BITSANDBYTES, SHARDABLE, optimizer_name
+
+if TYPE_CHECKING:
+    from trl import SFTConfig
 
 LORA_FIELDS = (
     "lora_r",
@@ -22,121 +30,125 @@ LORA_FIELDS = (
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Raise a RecipeError that lists everything wrong with a recipe. Print a note if training would lose small updates.
+    """Raise a RecipeError that lists everything wrong with a recipe.
 
-    The ranks do not communicate here. Each rank checks on its own and gets the same result.
+    Print a note if training would lose small updates. The ranks do not communicate here. Each rank
+    checks on its own and gets the same result.
     """
-    if wrong := [
-        message
-        for is_wrong, message in _check_recipe(arguments) + _check_launch(arguments)
-        if is_wrong
-    ]:
-        raise RecipeError(" ".join(wrong))
-    dtype, training = str(arguments.model.dtype), arguments.training
-    has_masters = arguments.model.use_peft or (
-        patches.is_fsdp_requested() and (training.bf16 or training.fp16)
-    )
-    if dtype in ("bfloat16", "float16") and not has_masters:
+    training = arguments.training
+    mistakes = [
+        *_check_sources(arguments),
+        *_check_training(training),
+        *_check_rows(arguments),
+        *_check_adapter(arguments),
+        *_check_launch(training),
+    ]
+    if mistakes:
+        raise RecipeError(" ".join(mistakes))
+    dtype = str(arguments.model.dtype)
+    keeps_masters = patches.is_fsdp_requested() and (training.bf16 or training.fp16)
+    is_low_precision = dtype in ("bfloat16", "float16")
+    if is_low_precision and not arguments.model.use_peft and not keeps_masters:
         distributed.print_main(
-            f"note: the weights are trained in {dtype}, without float32 master weights, so small updates are lost."
+            f"note: the weights are trained in {dtype}, without float32 master weights, so small "
+            "updates are lost."
         )
 
 
-def _check_recipe(arguments: Arguments) -> list[tuple[bool, str]]:
-    """Return a pair for each check: whether the recipe fails it, and what to say then."""
-    model, recipe, script, mixture = (
-        arguments.model,
-        arguments.recipe,
-        arguments.script,
-        arguments.mixture,
-    )
-    training, percentage = arguments.training, recipe.validation_split_percentage
-    steps, epochs = training.max_steps, training.num_train_epochs
-    length, accumulated = training.max_length, training.gradient_accumulation_steps
-    is_misplaced = script.dataset_streaming if mixture.datasets else mixture.streaming
-    defaults = {name: type(model).__dataclass_fields__[name].default for name in LORA_FIELDS}
-    changed = [name for name, default in defaults.items() if getattr(model, name) != default]
-    one_model = bool(model.model_name_or_path) != bool(recipe.config_name)
-    one_dataset = bool(script.dataset_name) != bool(mixture.datasets)
-    return [
-        (
-            not one_model,
-            "Set either model_name_or_path, a pretrained model, or config_name, the config of a new one.",
-        ),
-        (not one_dataset, "Set either dataset_name, or datasets for a mixture."),
-        (
-            bool(recipe.config_overrides and not recipe.config_name),
-            "config_overrides needs config_name.",
-        ),
-        (
-            not training.output_dir,
-            "output_dir is empty. Name a directory for checkpoints and the export.",
-        ),
-        (accumulated < 1, f"gradient_accumulation_steps is {accumulated}. Set it to at least 1."),
-        (length is not None and length < 1, f"max_length is {length}. Set it to at least 1."),
-        (steps == 0, "max_steps is 0, which Trainer ignores. Remove it, or set it to at least 1."),
-        (
-            steps < 0 and epochs <= 0,
-            f"num_train_epochs is {epochs}, which trains nothing. Set it above 0.",
-        ),
-        (
-            not 0 <= percentage < 100,
-            f"validation_split_percentage is {percentage}. Set it to at least 0, below 100.",
-        ),
-        (
-            percentage > 0 and arguments.is_streamed,
-            "A stream cannot be split. Remove validation_split_percentage.",
-        ),
-        (
-            is_misplaced,
-            "dataset_streaming belongs to dataset_name, and streaming to datasets. Set the other one.",
-        ),
-        (
-            bool(changed) and not model.use_peft,
-            f"{', '.join(changed)} without use_peft: true would train all weights.",
-        ),
-        (recipe.merge_adapter and not model.use_peft, "merge_adapter needs use_peft: true."),
-    ]
+def _check_sources(arguments: Arguments) -> Iterator[str]:
+    recipe = arguments.recipe
+    if bool(arguments.model.model_name_or_path) == bool(recipe.config_name):
+        yield (
+            "Set either model_name_or_path, a pretrained model, or config_name, the config of a "
+            "new one."
+        )
+    if bool(arguments.script.dataset_name) == bool(arguments.mixture.datasets):
+        yield "Set either dataset_name, or datasets for a mixture."
+    if recipe.config_overrides and not recipe.config_name:
+        yield "config_overrides needs config_name."
 
 
-def _check_launch(arguments: Arguments) -> list[tuple[bool, str]]:
-    training, is_fsdp, optimizer = (
-        arguments.training,
-        patches.is_fsdp_requested(),
-        optimizer_name(arguments.training),
-    )
-    launched, precision = (
-        int(os.environ.get("WORLD_SIZE", "1")),
-        os.environ.get("ACCELERATE_MIXED_PRECISION"),
-    )
+def _check_training(training: "SFTConfig") -> Iterator[str]:
+    accumulated = training.gradient_accumulation_steps
+    length = training.max_length
+    epochs = training.num_train_epochs
+    if not training.output_dir:
+        yield "output_dir is empty. Name a directory for checkpoints and the export."
+    if accumulated < 1:
+        yield f"gradient_accumulation_steps is {accumulated}. Set it to at least 1."
+    if length is not None and length < 1:
+        yield f"max_length is {length}. Set it to at least 1."
+    if training.max_steps == 0:
+        yield "max_steps is 0, which Trainer ignores. Remove it, or set it to at least 1."
+    if training.max_steps < 0 and epochs <= 0:
+        yield f"num_train_epochs is {epochs}, which trains nothing. Set it above 0."
+
+
+def _check_rows(arguments: Arguments) -> Iterator[str]:
+    mixture = arguments.mixture
+    percentage = arguments.recipe.validation_split_percentage
+    if not 0 <= percentage < 100:
+        yield f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."
+    if percentage > 0 and arguments.is_streamed:
+        yield "A stream cannot be split. Remove validation_split_percentage."
+    is_misplaced = arguments.script.dataset_streaming if mixture.datasets else mixture.streaming
+    if is_misplaced:
+        yield (
+            "dataset_streaming belongs to dataset_name, and streaming to datasets. Set the other "
+            "one."
+        )
+
+
+def _check_adapter(arguments: Arguments) -> Iterator[str]:
+    model = arguments.model
+    if model.use_peft:
+        return
+    fields = type(model).__dataclass_fields__
+    changed = [name for name in LORA_FIELDS if getattr(model, name) != fields[name].default]
+    if changed:
+        yield f"{', '.join(changed)} without use_peft: true would train all weights."
+    if arguments.recipe.merge_adapter:
+        yield "merge_adapter needs use_peft: true."
+
+
+def _check_launch(training: "SFTConfig") -> Iterator[str]:
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
     state_type = os.environ.get("FSDP_STATE_DICT_TYPE")
-    return [
-        (
-            launched != training.world_size,
-            f"{launched} ranks were launched, but Trainer sees {training.world_size}: each would train alone. Use `accelerate "
-            f"launch` with a template.",
-        ),
-        (
-            is_fsdp and state_type != "SHARDED_STATE_DICT",
-            f"fsdp_state_dict_type is {state_type}, which gathers the model on rank 0 in each save. Set SHARDED_STATE_DICT.",
-        ),
-        (
-            precision == "bf16" and not training.bf16,
-            "the template sets mixed_precision: bf16, but the recipe bf16: false. Remove one of the two.",
-        ),
-        (
-            is_fsdp and optimizer not in SHARDABLE + BITSANDBYTES,
-            f"optim: {optimizer} fails to train, save or resume under FSDP2. Use one of "
-            f"{', '.join(SHARDABLE + BITSANDBYTES)}.",
-        ),
-    ]
+    is_fsdp = patches.is_fsdp_requested()
+    optimizer = optimizer_name(training)
+    optimizers = SHARDABLE + BITSANDBYTES
+    if launched != training.world_size:
+        yield (
+            f"{launched} ranks were launched, but Trainer sees {training.world_size}: each would "
+            "train alone. Use `accelerate launch` with a template."
+        )
+    if is_fsdp and state_type != "SHARDED_STATE_DICT":
+        yield (
+            f"fsdp_state_dict_type is {state_type}, which gathers the model on rank 0 in each save."
+            " Set SHARDED_STATE_DICT."
+        )
+    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" and not training.bf16:
+        yield (
+            "the template sets mixed_precision: bf16, but the recipe bf16: false. Remove one of "
+            "the two."
+        )
+    if is_fsdp and optimizer not in optimizers:
+        yield (
+            f"optim: {optimizer} fails to train, save or resume under FSDP2. "
+            f"Use one of {', '.join(optimizers)}."
+        )
 
 
 def check_targets(arguments: Arguments) -> None:
-    """Raise a RecipeError on every rank if output_dir cannot be written or the Hub would refuse the upload. Collective."""
+    """Raise a RecipeError on every rank if the results would have nowhere to go. Collective.
+
+    This is so if output_dir cannot be written, or if the Hub would refuse the upload.
+    """
+    training = arguments.training
+    assert training.output_dir is not None
+    output = Path(training.output_dir)
 
     def check() -> None:
-        output = Path(arguments.training.output_dir)
         try:
             output.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=output).close()
@@ -144,9 +156,9 @@ def check_targets(arguments: Arguments) -> None:
             raise RecipeError(
                 f"output_dir: {output} cannot be written: {error.strerror}. Name another."
             ) from error
-        if arguments.training.push_to_hub:
+        if training.push_to_hub:
             try:
-                whoami(token=arguments.training.hub_token)
+                whoami(token=training.hub_token)
             except Exception as error:
                 raise RecipeError(
                     f"push_to_hub cannot log in: {describe(error)} Run `hf auth login`."

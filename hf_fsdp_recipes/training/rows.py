@@ -1,54 +1,81 @@
-"""Reads a recipe's rows from the Hub, a folder, a file or a mixture, and brings them into one of TRL's formats."""
+"""Reads a recipe's rows, and brings them into one of TRL's formats.
+
+They come from the Hub, a folder, a file or a mixture.
+"""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from datasets import load_dataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
 
 from hf_fsdp_recipes.errors import RecipeError, describe
 from hf_fsdp_recipes.training.arguments import Arguments
 
-BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+Row: TypeAlias = dict[str, Any]
+Rows: TypeAlias = Dataset | IterableDataset
+
+# {ending of a file: the builder of the datasets library}
+BUILDERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
+# TRL's columns, in addition to dataset_text_field.
 COLUMNS = (
     "messages",
     "conversations",
     "prompt",
     "input_ids",
-)  # TRL's columns, in addition to dataset_text_field
+)
 # Source: stanford_alpaca, https://github.com/tatsu-lab/stanford_alpaca (Apache-2.0).
 ALPACA = (
-    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{}\n\n{}### Response:\n"
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
 
 
-def read_rows(arguments: Arguments) -> tuple[Any, Any]:
+def read_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
     """Return the training rows, and the evaluation rows or None. Every rank calls this.
 
     Raises:
-        RecipeError: the dataset cannot be read, lacks the split or a known column, or has fewer rows than there are ranks.
+        RecipeError: the dataset cannot be read, lacks the split or a known column, or has fewer
+            rows than there are ranks.
     """
-    script, recipe, training = arguments.script, arguments.recipe, arguments.training
+    script = arguments.script
+    split = script.dataset_train_split
+    training = arguments.training
+    percentage = arguments.recipe.validation_split_percentage
     name = script.dataset_name or "datasets"
     try:
-        rows = _load(arguments)
+        splits = _load(arguments)
     except Exception as error:  # the datasets library raises errors of many classes
         cause = error.__cause__ or error
         raise RecipeError(f"{name} cannot be read: {describe(cause)}") from error
-    if script.dataset_train_split not in rows:
-        raise RecipeError(
-            f"dataset_train_split: {script.dataset_train_split} is none of {', '.join(rows)}."
-        )
-    train, evaluation = rows[script.dataset_train_split], rows.get(script.dataset_test_split)
+    if split not in splits:
+        raise RecipeError(f"dataset_train_split: {split} is none of {', '.join(splits)}.")
+    train = splits[split]
+    evaluation = splits.get(script.dataset_test_split)
     if not arguments.is_streamed and len(train) < training.world_size:
         raise RecipeError(
-            f"{name} has {len(train)} rows for {training.world_size} ranks. Each rank needs at least one."
+            f"{name} has {len(train)} rows for {training.world_size} ranks. "
+            "Each rank needs at least one."
         )
-    if evaluation is None and recipe.validation_split_percentage:
-        parts = train.train_test_split(recipe.validation_split_percentage / 100, seed=training.seed)
-        train, evaluation = parts["train"], parts["test"]
-    train, evaluation = (to_trl_format(rows, recipe.prompt_format) for rows in (train, evaluation))
-    columns = list(train.features or next(iter(train)))
+    if evaluation is None and percentage:
+        parts = train.train_test_split(percentage / 100, seed=training.seed)
+        train = parts["train"]
+        evaluation = parts["test"]
+    train = to_trl_format(train, arguments.recipe.prompt_format)
+    if evaluation is not None:
+        evaluation = to_trl_format(evaluation, arguments.recipe.prompt_format)
+    columns = _columns(train)
     known = (*COLUMNS, training.dataset_text_field)
     if not set(columns) & set(known):
         raise RecipeError(
@@ -57,54 +84,60 @@ def read_rows(arguments: Arguments) -> tuple[Any, Any]:
     return train, evaluation
 
 
-def _load(arguments: Arguments) -> Any:
+def _load(arguments: Arguments) -> DatasetDict | IterableDatasetDict:
     from trl import get_dataset
 
-    script = arguments.script
     if arguments.mixture.datasets:
         return get_dataset(arguments.mixture)
-    path = Path(script.dataset_name)
-    if not path.exists() and (
-        script.dataset_name.startswith((".", "/", "~")) or path.suffix in BUILDERS
-    ):
-        raise RecipeError("there is no such file or folder.")
-    if path.is_file() and path.suffix not in BUILDERS:
+    script = arguments.script
+    name = script.dataset_name
+    assert name is not None, "neither dataset_name nor datasets is set"
+    path = Path(name)
+    is_streamed = script.dataset_streaming
+    if not path.exists():
+        if name.startswith((".", "/", "~")) or path.suffix in BUILDERS:
+            raise RecipeError("there is no such file or folder.")
+        return load_dataset(name, script.dataset_config, streaming=is_streamed)
+    # dataset_config applies only to a dataset on the Hub.
+    if not path.is_file():
+        return load_dataset(name, streaming=is_streamed)
+    if path.suffix not in BUILDERS:
         raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
-    source: dict[str, Any] = {"path": script.dataset_name, "name": script.dataset_config}
-    if path.exists():  # dataset_config applies only to a dataset on the Hub
-        source["name"] = None
-    if path.is_file():
-        source |= {
-            "path": BUILDERS[path.suffix],
-            "data_files": {script.dataset_train_split: str(path)},
-        }
-    return load_dataset(**source, streaming=script.dataset_streaming)
+    return load_dataset(
+        BUILDERS[path.suffix],
+        data_files={script.dataset_train_split: str(path)},
+        streaming=is_streamed,
+    )
 
 
-def to_trl_format(rows: Any, prompt_format: str) -> Any:
-    """Turn instruction/input/output rows into prompt/completion rows. Other rows are already in one of TRL's formats."""
-    if rows is None:
-        return None
-    columns = list(rows.features or next(iter(rows)))
-    if not {"instruction", "output"} <= set(columns):
+def _columns(rows: Rows) -> list[str]:
+    return list(rows.features or next(iter(rows)))
+
+
+def to_trl_format(rows: Rows, prompt_format: str) -> Rows:
+    """Turn instruction/input/output rows into prompt/completion rows.
+
+    Other rows are already in one of TRL's formats.
+    """
+    columns = _columns(rows)
+    if "instruction" not in columns or "output" not in columns:
         return rows
-    return rows.map(to_alpaca if prompt_format == "alpaca" else to_chat, remove_columns=columns)
+    to_prompt = to_alpaca if prompt_format == "alpaca" else to_chat
+    return rows.map(to_prompt, remove_columns=columns)
 
 
-def to_alpaca(row: dict[str, Any]) -> dict[str, Any]:
+def to_alpaca(row: Row) -> Row:
     """Turn an instruction/input/output row into Alpaca's prompt and a completion."""
-    context, paired, given = row.get("input"), "", ""
-    if context:
-        paired, given = (
-            ", paired with an input that provides further context",
-            f"### Input:\n{context}\n\n",
-        )
-    return {"prompt": ALPACA.format(paired, row["instruction"], given), "completion": row["output"]}
+    context = row.get("input")
+    template = ALPACA_WITH_INPUT if context else ALPACA
+    prompt = template.format(instruction=row["instruction"], input=context)
+    return {"prompt": prompt, "completion": row["output"]}
 
 
-def to_chat(row: dict[str, Any]) -> dict[str, Any]:
-    """Turn an instruction/input/output row into a conversation for the model's own chat template."""
-    question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+def to_chat(row: Row) -> Row:
+    """Turn an instruction/input/output row into a conversation for the model's chat template."""
+    parts = (row["instruction"], row.get("input"))
+    question = "\n\n".join(part for part in parts if part)
     return {
         "prompt": [{"role": "user", "content": question}],
         "completion": [{"role": "assistant", "content": row["output"]}],

@@ -1,9 +1,11 @@
-"""Makes bitsandbytes' 32-bit optimizers work under FSDP2: each rank updates its own rows (dim 0) of a parameter.
+"""Makes bitsandbytes' 32-bit optimizers work under FSDP2.
 
-The optimizers' operators do not accept DTensors. But to update an element, they need only this element and its states. The
-states become DTensors sharded like the parameter, so that DCP can save and load the states.
+Each rank updates its own rows (dim 0) of a parameter. The optimizers' operators do not accept
+DTensors. But to update an element, they need only this element and its states. The states become
+DTensors sharded like the parameter, so that DCP can save and load the states.
 
-Source: bitsandbytes 0.50 `optim/optimizer.py`. Its methods get one parameter `p` and keep the state of `p` in `self.state[p]`.
+Source: bitsandbytes 0.50 `optim/optimizer.py`. Its methods get one parameter `p` and keep the state
+of `p` in `self.state[p]`.
 """
 
 from collections.abc import Callable
@@ -15,13 +17,19 @@ from torch.distributed.tensor import DTensor
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
+# Optimizers of torch that update elements separately.
 SHARDABLE = (
     "adamw_torch_fused",
     "adamw_torch",
     "sgd",
     "rmsprop",
-)  # from torch; they update elements separately
-BITSANDBYTES = ("paged_adamw_32bit", "paged_lion_32bit", "lion_32bit", "rmsprop_bnb_32bit")
+)
+BITSANDBYTES = (
+    "paged_adamw_32bit",
+    "paged_lion_32bit",
+    "lion_32bit",
+    "rmsprop_bnb_32bit",
+)
 
 
 def optimizer_name(args: "TrainingArguments") -> str:
@@ -32,13 +40,15 @@ def optimizer_name(args: "TrainingArguments") -> str:
 def sharded_optimizer(
     args: "TrainingArguments",
 ) -> "tuple[type[torch.optim.Optimizer], dict[str, Any]] | None":
-    """Make bitsandbytes' optimizers, such as `optim: paged_adamw_32bit`, work under FSDP2. Otherwise their first step fails.
+    """Make bitsandbytes' optimizers, such as `optim: paged_adamw_32bit`, work under FSDP2.
 
-    Pass the result to any Trainer: `SFTTrainer(..., args=args, optimizer_cls_and_kwargs=sharded_optimizer(args))`. Checkpoints
+    Otherwise their first step fails. Pass the result to any Trainer:
+    `SFTTrainer(..., args=args, optimizer_cls_and_kwargs=sharded_optimizer(args))`. Checkpoints
     include the optimizer's state.
 
     Returns:
-        A value for Trainer's `optimizer_cls_and_kwargs`, or None if `args.optim` is not in `BITSANDBYTES`.
+        A value for Trainer's `optimizer_cls_and_kwargs`, or None if `args.optim` is not in
+        `BITSANDBYTES`.
 
     Raises:
         ImportError: bitsandbytes is not installed.
@@ -48,32 +58,53 @@ def sharded_optimizer(
     from transformers import Trainer
 
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
-    return type(f"Sharded{optimizer_class.__name__}", (_LocalStep, optimizer_class), {}), kwargs
+    name = f"Sharded{optimizer_class.__name__}"
+    return type(name, (_LocalStep, optimizer_class), {}), kwargs
 
 
 class _LocalStep:
-    """Mixin for bitsandbytes optimizers. It passes this rank's local tensors to the optimizer instead of DTensors."""
+    """Mixin for bitsandbytes optimizers.
 
-    state: dict[torch.Tensor, dict[str, Any]]  # the optimizer defines these three attributes
+    It passes this rank's local tensors to the optimizer instead of DTensors.
+    """
+
+    # The optimizer defines these three attributes.
+    state: dict[torch.Tensor, dict[str, Any]]
     is_paged: bool
     get_state_buffer: Callable[..., torch.Tensor]
 
-    def init_state(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
+    def init_state(
+        self,
+        group: object,
+        p: torch.Tensor,
+        gindex: int,
+        pindex: int,
+    ) -> None:
         if not isinstance(p, DTensor):
             return super().init_state(group, p, gindex, pindex)  # type: ignore[misc]
         shard = p.to_local().detach()
         super().init_state(group, shard, gindex, pindex)  # type: ignore[misc]
-        self.state[p] = {
-            name: _to_sharded(name, value, p) for name, value in self.state.pop(shard).items()
-        }
+        state = self.state.pop(shard)
+        for name, value in state.items():
+            if name.startswith("state"):  # as large as the parameter
+                state[name] = _to_sharded(value, p)
+        self.state[p] = state
 
-    def update_step(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
+    def update_step(
+        self,
+        group: object,
+        p: torch.Tensor,
+        gindex: int,
+        pindex: int,
+    ) -> None:
         if not isinstance(p, DTensor):
             return super().update_step(group, p, gindex, pindex)  # type: ignore[misc]
-        state, shard = self.state[p], p.to_local().detach()
+        state = self.state[p]
+        shard = p.to_local().detach()
         if not shard.numel():
             state["step"] += 1
             return
+        assert isinstance(p.grad, DTensor)
         shard.grad = p.grad.to_local()
         self.state[shard] = {
             name: getattr(value, "_local_tensor", value) for name, value in state.items()
@@ -91,29 +122,24 @@ class _LocalStep:
                 prefetch_tensor(value.to_local())
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load the optimizer's state. If this is a paged optimizer, move the state to paged memory."""
+        """Load the optimizer's state. If this is a paged optimizer, move it to paged memory."""
         super().load_state_dict(state_dict, move_to_device)  # type: ignore[misc]
-        sharded = [
-            (p, state)
-            for p, state in self.state.items()
-            if self.is_paged and isinstance(p, DTensor)
-        ]
-        for p, state in sharded:
+        if not self.is_paged:
+            return
+        for p, state in self.state.items():
             for name, value in state.items():
-                if isinstance(value, DTensor):
+                if isinstance(p, DTensor) and isinstance(value, DTensor):
                     buffer = self.get_state_buffer(p.to_local(), dtype=value.dtype)
-                    state[name] = _to_sharded(name, buffer.copy_(value.to_local()), p)
+                    buffer.copy_(value.to_local())
+                    state[name] = _to_sharded(buffer, p)
 
 
-def _to_sharded(name: str, value: Any, p: DTensor) -> Any:
-    """Return a state that is as large as the parameter as a DTensor, and any other entry as it is."""
-    if not name.startswith("state"):
-        return value
-    sharded = torch.empty_like(p, dtype=value.dtype, requires_grad=False)
-    sharded._local_tensor = (
-        value  # `from_local` needs the mesh's device, but paged memory counts as CPU memory
-    )
-    sharded.is_paged = getattr(
-        value, "is_paged", False
-    )  # then bitsandbytes does not move it to the device
+def _to_sharded(values: torch.Tensor, p: DTensor) -> DTensor:
+    """Return this rank's rows of a state as a DTensor that is sharded like the parameter."""
+    sharded = torch.empty_like(p, dtype=values.dtype, requires_grad=False)
+    assert isinstance(sharded, DTensor)
+    # `from_local` needs the mesh's device, but paged memory counts as CPU memory.
+    sharded._local_tensor = values
+    # bitsandbytes marks its own tensors like this, and does not move marked ones to the device.
+    sharded.is_paged = getattr(values, "is_paged", False)  # type: ignore[attr-defined]
     return sharded

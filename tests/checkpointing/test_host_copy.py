@@ -134,7 +134,7 @@ def test_available_memory_is_that_of_the_tightest_cgroup(monkeypatch, tmp_path, 
     (job / usage_file).write_text("700000\n")
     (job / "memory.stat").write_text(f"{prefix}active_file 100\n{prefix}inactive_file 23\nanon 7\n")
     (job / "step" / limit_file).write_text("max\n")
-    left = memory.read_cgroups(tmp_path / root, line.split(":")[2], *names)
+    left = memory.read_cgroups(tmp_path / root, line.split(":")[2], names)
     assert left == [1_000_000 - 700_000 + 123]
 
 

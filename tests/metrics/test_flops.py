@@ -1,4 +1,7 @@
-"""Model FLOPs equal counts by hand and by torch, padding is not counted, and only known devices have a peak."""
+"""Model FLOPs equal counts by hand and by torch.
+
+Padding is not counted, and only known devices have a peak.
+"""
 
 import pytest
 import torch
@@ -35,7 +38,8 @@ def build(kind, lora=None):
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **lora))
-        model.enable_input_require_grads()  # as with activation checkpointing: the backward pass goes through all layers
+        # As with activation checkpointing: the backward pass goes through all layers.
+        model.enable_input_require_grads()
     return model.train()
 
 

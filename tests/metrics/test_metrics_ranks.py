@@ -1,4 +1,7 @@
-"""MetricsCallback in real runs on two ranks: its counts, its files, and its place among other callbacks."""
+"""MetricsCallback in real runs on two ranks.
+
+Its counts, its files, and its place among other callbacks.
+"""
 
 import json
 from pathlib import Path
@@ -13,7 +16,10 @@ from tests.ranks.training import LORA, build
 
 
 class Reporter(TrainerCallback):
-    """Stands for the callbacks of `report_to`, which Trainer calls before the callbacks that it is given."""
+    """Stands for the callbacks of `report_to`.
+
+    Trainer calls them before the callbacks that it is given.
+    """
 
     def __init__(self):
         self.logs = []
@@ -23,7 +29,10 @@ class Reporter(TrainerCallback):
 
 
 def train(model, data, output, settings):
-    """Train with the callback; return the logs that reporters get and the lengths of the sequences in each batch."""
+    """Train with the callback.
+
+    Return the logs that reporters get and the lengths of the sequences in each batch.
+    """
     from hf_fsdp_recipes.metrics.callback import MetricsCallback
 
     reporter = Reporter()
@@ -148,9 +157,14 @@ def train_stream(model, data, output):
     stream = load_dataset("json", data_files=str(data), split="train", streaming=True)
     rows = stream.map(tokenize, remove_columns=["text"])
     args = TrainingArguments(
-        output_dir=str(output), max_steps=3, per_device_train_batch_size=1, logging_steps=1, report_to="none",
-        use_cpu=True, save_strategy="no",
-    )  # fmt: skip
+        output_dir=str(output),
+        max_steps=3,
+        per_device_train_batch_size=1,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+    )
     model = AutoModelForCausalLM.from_pretrained(model)
     Trainer(model, args, train_dataset=rows, callbacks=[MetricsCallback()]).train()
 

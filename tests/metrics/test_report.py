@@ -11,10 +11,18 @@ from hf_fsdp_recipes.metrics.metrics_file import PHASES
 
 RUN = "fsdp_training_20250209-1430_tiny_1_2_1_4"
 START = {
-    "run": RUN, "model": "tiny", "from_step": 0, "max_steps": 40, "num_ranks": 2, "device": "NVIDIA H200",
-    "dtype": "bfloat16", "matmul_parameters": 1200000, "trainable_parameters": 4000, "batch_per_device": 4,
+    "run": RUN,
+    "model": "tiny",
+    "from_step": 0,
+    "max_steps": 40,
+    "num_ranks": 2,
+    "device": "NVIDIA H200",
+    "dtype": "bfloat16",
+    "matmul_parameters": 1200000,
+    "trainable_parameters": 4000,
+    "batch_per_device": 4,
     "gradient_accumulation_steps": 2,
-}  # fmt: skip
+}
 
 
 def step(number, **changes):
@@ -24,11 +32,20 @@ def step(number, **changes):
         "optimizer": 0.25,
     }
     return {
-        "step": number, "loss": 4.0 / number, "num_steps": 1, "tokens": 200, "step_seconds": 2.0, "mfu": 0.4,
-        "tokens_per_second": 100.0, "tokens_per_second_per_device": 50.0, "seconds": seconds,
-        "host_bytes": [10**8, 2 * 10**8], "device_valley_bytes": [8 * 10**9, 7 * 10**9],
-        "device_peak_bytes": [70 * 10**9, 74 * 10**9], "device_reserved_peak_bytes": [76 * 10**9, 75 * 10**9],
-    } | changes  # fmt: skip
+        "step": number,
+        "loss": 4.0 / number,
+        "num_steps": 1,
+        "tokens": 200,
+        "step_seconds": 2.0,
+        "mfu": 0.4,
+        "tokens_per_second": 100.0,
+        "tokens_per_second_per_device": 50.0,
+        "seconds": seconds,
+        "host_bytes": [10**8, 2 * 10**8],
+        "device_valley_bytes": [8 * 10**9, 7 * 10**9],
+        "device_peak_bytes": [70 * 10**9, 74 * 10**9],
+        "device_reserved_peak_bytes": [76 * 10**9, 75 * 10**9],
+    } | changes
 
 
 def write(directory, entries, tail=""):
@@ -106,12 +123,12 @@ def test_a_run_that_is_going_or_ended_in_its_warm_up_has_a_report(tmp_path):
 
 def test_a_resumed_run_keeps_earlier_steps_and_drops_those_that_it_repeats(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    metrics_file.begin(path, 0, START)
+    metrics_file.begin(path, START)
     for number in (1, 2, 3):
         metrics_file.append(path, step(number))
     with path.open("a") as file:
         file.write('{"step": 4, "lo')
-    metrics_file.begin(path, 2, START | {"from_step": 2})
+    metrics_file.begin(path, START | {"from_step": 2})
     metrics_file.append(path, step(3, loss=30.0))
     entries = metrics_file.read_metrics(path)
     assert [entry.get("step", "start") for entry in entries] == ["start", 1, 2, "start", 3]

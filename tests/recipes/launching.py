@@ -1,4 +1,7 @@
-"""Starts recipes and scripts: as ranks of `run_ranks`, which is fast, or with `accelerate launch`; leaves no process running."""
+"""Starts recipes and scripts, and leaves no process running.
+
+They run as ranks of `run_ranks`, which is fast, or with `accelerate launch`.
+"""
 
 import multiprocessing
 import os
@@ -17,9 +20,16 @@ CPU = ROOT / "accelerate_configs" / "cpu.yaml"
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 # What the tests' recipes share: a few steps, each logged.
 SETTINGS = {
-    "max_steps": 4, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2, "learning_rate": 1.0e-2,
-    "max_length": 64, "report_to": "none", "gradient_checkpointing": False, "disable_tqdm": True,
-}  # fmt: skip
+    "max_steps": 4,
+    "save_steps": 2,
+    "logging_steps": 1,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1.0e-2,
+    "max_length": 64,
+    "report_to": "none",
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+}
 LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
 
 
@@ -61,7 +71,10 @@ def run(
     num_nodes: int = 1,
     timeout_seconds: float = 150,
 ) -> subprocess.CompletedProcess:
-    """Launch a script, with one launcher per node, and wait for its end; stdout and stderr are both in `stdout`."""
+    """Launch a script, with one launcher per node, and wait for its end.
+
+    stdout and stderr are both in `stdout`.
+    """
     from tests.ranks.harness import free_port
 
     output = {
@@ -86,7 +99,10 @@ def run(
 
 
 def start(config: Path, **popen: Any) -> subprocess.Popen:
-    """Start a recipe on two CPU ranks without waiting for its end; it prints nothing unless `popen` says otherwise."""
+    """Start a recipe on two CPU ranks without waiting for its end.
+
+    It prints nothing unless `popen` says otherwise.
+    """
     settings = {
         "stdout": subprocess.DEVNULL,
         "stderr": subprocess.DEVNULL,

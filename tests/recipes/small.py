@@ -1,4 +1,7 @@
-"""Small substitutes for a recipe's model and data, with the same architecture and the same columns."""
+"""Small substitutes for a recipe's model and data.
+
+They have the same architecture and the same columns.
+"""
 
 import json
 import re
@@ -39,7 +42,10 @@ def command_of(recipe: Path) -> list[str]:
 
 
 def environment_of(recipe: Path, name: str | None = None) -> dict[str, str]:
-    """Return the variables of CPU ranks with a template, by default the one in the recipe's command."""
+    """Return the variables of CPU ranks with a template.
+
+    By default, it is the one in the recipe's command.
+    """
     name = name or command_of(recipe)[command_of(recipe).index("--accelerate_config") + 1]
     template = ROOT / "accelerate_configs" / f"{name}.yaml"
     return template_environment(template, *ON_CPU.split(), *ranks_of(template)) | {
@@ -48,7 +54,10 @@ def environment_of(recipe: Path, name: str | None = None) -> dict[str, str]:
 
 
 def write_rows(dataset: str, directory: Path) -> Path:
-    """Write 72 training and 24 test rows with the columns of a dataset; a file of this repository is returned unchanged."""
+    """Write 72 training and 24 test rows with the columns of a dataset.
+
+    A file of this repository is returned unchanged.
+    """
     if (ROOT / "recipes" / dataset).is_file():
         return ROOT / "recipes" / dataset
     directory.mkdir(parents=True, exist_ok=True)
@@ -59,7 +68,10 @@ def write_rows(dataset: str, directory: Path) -> Path:
 
 
 def small_arguments(recipe: Path, directory: Path, *fields: str) -> list[str]:
-    """Write a tiny model of a recipe's architecture and small rows; return the arguments of recipes/sft.py."""
+    """Write a tiny model of a recipe's architecture and small rows.
+
+    Return the arguments of recipes/sft.py.
+    """
     tokenizer = directory / "tokenizer"
     make_tokenizer(tokenizer)
     settings = yaml.safe_load(recipe.read_text())

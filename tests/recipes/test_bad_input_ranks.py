@@ -1,6 +1,9 @@
-"""Every bad input ends a recipe early, on every rank, with the same single message and a status other than 0.
+"""Every bad input ends a recipe early, on every rank.
 
-Each case changes one thing in a recipe that trains (tests/ranks/broken_inputs.py). `make test` runs one of each kind.
+It ends with the same single message and a status other than 0.
+
+Each case changes one thing in a recipe that trains (tests/ranks/broken_inputs.py). `make test` runs
+one of each kind.
 """
 
 import pytest
@@ -22,7 +25,8 @@ QUICK = (
     "byte",
     "tp",
 )
-# {name: (pattern for the message, changed settings or a function that breaks something and returns them)}
+# {name: (pattern for the message, changed settings or a function that breaks something and returns
+# them)}
 VALUES = {
     "no recipe file": ("nothing.yaml", {"flags": ["--config", "nothing.yaml"]}),
     "recipe is a directory": ("/", {"flags": ["--config", "/"]}),
@@ -68,21 +72,43 @@ VALUES = {
     "no model": ("model_name_or_path", {"model_name_or_path": None}),
     "fp8": ("fp8", {"environment": {"ACCELERATE_MIXED_PRECISION": "fp8"}}),
 }
-# Settings with a wrong value; the message has the setting's name or the value.
-for name, values in {
-    "max_steps": ("many", 2.5, 0), "learning_rate": ("fast", [1.0e-3], -1.0, float("nan")), "num_train_epochs": (),
-    "prompt_format": ("poem",), "adam_beta1": (1.5,), "warmup_steps": (-1,), "per_device_train_batch_size": (0, -1, 2.5),
-    "gradient_accumulation_steps": (0, -2), "max_length": (-5, 0), "logging_steps": (0,), "save_strategy": ("sometimes",),
-    "optim": ("adamw_of_mine", "ademamix", "adamw_torch_8bit"), "lr_scheduler_type": ("wavy",), "seed": (-1, "lucky"),
-    "dataloader_num_workers": (-1,), "tf32": (True,), "report_to": ("my_board",), "hub_strategy": ("often",),
-    "packing_strategy": ("tight",), "eos_token": ("<|no_such|>",),
-    "validation_split_percentage": (100, -5, float("nan")), "dtype": ("float99",),
-    "attn_implementation": ("no_such",), "export_dtype": ("float99",), "dataset_text_field": ("body",), "bf16": ("maybe",),
-    "model_name_or_path": ("./no-such-model", "no/such/model", "no-such-model"), "config_name": ("x",), 
+# Settings with wrong values; the message has the setting's name or the value.
+WRONG_VALUES = {
+    "max_steps": ("many", 2.5, 0),
+    "learning_rate": ("fast", [1.0e-3], -1.0, float("nan")),
+    "num_train_epochs": (),
+    "prompt_format": ("poem",),
+    "adam_beta1": (1.5,),
+    "warmup_steps": (-1,),
+    "per_device_train_batch_size": (0, -1, 2.5),
+    "gradient_accumulation_steps": (0, -2),
+    "max_length": (-5, 0),
+    "logging_steps": (0,),
+    "save_strategy": ("sometimes",),
+    "optim": ("adamw_of_mine", "ademamix", "adamw_torch_8bit"),
+    "lr_scheduler_type": ("wavy",),
+    "seed": (-1, "lucky"),
+    "dataloader_num_workers": (-1,),
+    "tf32": (True,),
+    "report_to": ("my_board",),
+    "hub_strategy": ("often",),
+    "packing_strategy": ("tight",),
+    "eos_token": ("<|no_such|>",),
+    "validation_split_percentage": (100, -5, float("nan")),
+    "dtype": ("float99",),
+    "attn_implementation": ("no_such",),
+    "export_dtype": ("float99",),
+    "dataset_text_field": ("body",),
+    "bf16": ("maybe",),
+    "model_name_or_path": ("./no-such-model", "no/such/model", "no-such-model"),
+    "config_name": ("x",),
     "tokenizer_name": ("./none",),
-    "dataset_name": ("./no-such.jsonl", "./no-such-folder", "no-such/dataset"), "resume_from_checkpoint": ("./no-such",),
-    "push_to_hub": (True,), "config_overrides": ("hidden_size=8",),
-}.items():  # fmt: skip
+    "dataset_name": ("./no-such.jsonl", "./no-such-folder", "no-such/dataset"),
+    "resume_from_checkpoint": ("./no-such",),
+    "push_to_hub": (True,),
+    "config_overrides": ("hidden_size=8",),
+}
+for name, values in WRONG_VALUES.items():
     for value in values:
         extra = {"packing": True} if name == "packing_strategy" else {}
         VALUES[f"{name}: {value}"] = (
@@ -204,7 +230,10 @@ CASES = (
 
 @pytest.fixture(scope="session")
 def checkpoint(tiny_model, text_file, tmp_path_factory):
-    """Return a function that trains once, with or without LoRA, and returns checkpoint-2 of the run."""
+    """Return a function that trains once and returns checkpoint-2 of the run.
+
+    It trains with or without LoRA.
+    """
     made = {}
 
     def train(kind):

@@ -17,7 +17,10 @@ from tests.recipes.small import environment_of, small_arguments
 
 @pytest.fixture
 def train(tmp_path):
-    """Return a function that runs a recipe in small, and returns its directory and what rank 0 printed."""
+    """Return a function that runs a recipe in small.
+
+    It returns the run's directory and what rank 0 printed.
+    """
 
     def run(name, *fields, num_ranks=2, template=None):
         directory = tmp_path / f"{name}-{num_ranks}-{template}"
@@ -78,9 +81,8 @@ def test_distributed_training_guide_offload_has_the_same_losses_and_units_follow
     sharded, _ = train("gpt2_alpaca_offload", template="full_shard")
     assert read_losses(offloaded) == read_losses(sharded)
     run, printed = train("llama2_70b_size_wrap")
-    assert (
-        "(self_attn): FSDPLlamaAttention" in printed and "(gate_proj): FSDPLinear" in printed
-    )  # the guide's units for 70B
+    # The guide's units for 70B.
+    assert "(self_attn): FSDPLlamaAttention" in printed and "(gate_proj): FSDPLinear" in printed
     assert all(
         {"device_peak_bytes", "device_valley_bytes"} <= entry.keys()
         for entry in read_metrics(run / "metrics.jsonl")

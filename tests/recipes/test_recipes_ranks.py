@@ -1,4 +1,7 @@
-"""Every shipped recipe trains, resumes and exports in small, with the template and the precision of its own command."""
+"""Every shipped recipe trains, resumes and exports in small.
+
+It does so with the template and the precision of its own command.
+"""
 
 import shutil
 
@@ -25,9 +28,8 @@ def test_recipe_trains_resumes_exactly_and_exports_in_small(recipe, tmp_path):
         "--bf16",
         str(precision == "bf16"),
     ]
-    fields += (
-        ["--torch_compile_backend", "eager"] if "gaudi" in recipe.stem else []
-    )  # no Gaudi to compile for
+    # No Gaudi to compile for.
+    fields += ["--torch_compile_backend", "eager"] if "gaudi" in recipe.stem else []
     arguments = small.small_arguments(recipe, tmp_path, *fields)
     environment = small.environment_of(recipe) | {"ACCELERATE_MIXED_PRECISION": precision}
     run_ranks(run_recipe, 2, arguments, environment=environment, timeout_seconds=200)

@@ -1,4 +1,7 @@
-"""Two nodes (two launchers on this machine) have the same losses as one node with the same rows per step."""
+"""Two nodes have the same losses as one node with the same rows per step.
+
+The nodes are two launchers on this machine.
+"""
 
 import pytest
 import yaml

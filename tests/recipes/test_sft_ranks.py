@@ -108,12 +108,10 @@ def test_a_qlora_run_exports_what_peft_merges_into_the_unquantized_base(
         .state_dict()
     )
     for name, tensor in by_peft.items():
-        torch.testing.assert_close(
-            merged[name], tensor, rtol=2**-7, atol=2**-10
-        )  # bfloat16 rounding errors
-    assert (
-        sum(not torch.equal(before[name], merged[name]) for name in before) == 14
-    )  # 7 linear layers of 2 blocks
+        # bfloat16 rounding errors.
+        torch.testing.assert_close(merged[name], tensor, rtol=2**-7, atol=2**-10)
+    # 7 linear layers of 2 blocks.
+    assert sum(not torch.equal(before[name], merged[name]) for name in before) == 14
 
 
 @pytest.mark.slow
@@ -136,12 +134,10 @@ def test_a_recipe_runs_with_accelerate_launch_and_a_mistake_is_one_line(
     } == {torch.bfloat16}
 
     refused = run(CPU, [*argv, "--learning_rat", "1"])
-    assert (
-        refused.returncode != 0 and 'sft.py", line' not in refused.stdout
-    )  # the launcher prints a traceback of its own
-    errors = [
-        line for line in refused.stdout.splitlines() if "RecipeError" in line
-    ]  # on a busy machine, from both ranks
+    # The launcher prints a traceback of its own.
+    assert refused.returncode != 0 and 'sft.py", line' not in refused.stdout
+    # On a busy machine, from both ranks.
+    errors = [line for line in refused.stdout.splitlines() if "RecipeError" in line]
     assert set(errors) == {
         "RecipeError: learning_rat is not an argument; did you mean learning_rate?"
     }

@@ -1,4 +1,7 @@
-"""launch.slurm with stand-ins for Slurm's programs, and the other launch files; tests/slurm runs launch.slurm on a real Slurm."""
+"""launch.slurm with stand-ins for Slurm's programs, and the other launch files.
+
+tests/slurm runs launch.slurm on a real Slurm.
+"""
 
 import re
 import shlex
@@ -17,7 +20,8 @@ FAKES = {
     "scontrol": """[ "$2" = hostnames ] && echo node0 && exit
         [ "$1" = requeue ] && echo requeue >> "$RECORD" || echo "JobId=1 $JOB" """,
     "hf-fsdp": """[ "$1" = config ] && echo "/t/$3.yaml" && exit
-        echo "hf-fsdp $*" >> "$RECORD"; [ "$1" = preflight ] || { echo "$PRINTED" > "$LOGS/out"; exit "$STATUS"; }""",
+        echo "hf-fsdp $*" >> "$RECORD"
+        [ "$1" = preflight ] || { echo "$PRINTED" > "$LOGS/out"; exit "$STATUS"; }""",
     "accelerate": """echo "accelerate $*" >> "$RECORD"; exit 0""",
 }
 
@@ -30,17 +34,29 @@ def submit(
     job="JobState=RUNNING Restarts=0 PreemptTime=None",
     **variables,
 ):
-    """Run launch.slurm as a job of two nodes; return its exit status, its output and the commands that it ran."""
+    """Run launch.slurm as a job of two nodes.
+
+    Return its exit status, its output and the commands that it ran.
+    """
     (directory / "bin").mkdir(exist_ok=True)
     (directory / "record").touch()
     for name, script in FAKES.items():
         (directory / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
         (directory / "bin" / name).chmod(0o755)
     environment = {
-        "PATH": f"{directory}/bin:/usr/bin:/bin", "RECORD": f"{directory}/record", "LOG_DIR": f"{directory}/logs",
-        "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "2", "SLURM_CPUS_ON_NODE": "16",
-        "SLURM_GPUS_ON_NODE": "4", "STATUS": str(status), "PRINTED": printed, "JOB": f"{job} ", "VENV": str(directory),
-    }  # fmt: skip
+        "PATH": f"{directory}/bin:/usr/bin:/bin",
+        "RECORD": f"{directory}/record",
+        "LOG_DIR": f"{directory}/logs",
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_NNODES": "2",
+        "SLURM_CPUS_ON_NODE": "16",
+        "SLURM_GPUS_ON_NODE": "4",
+        "STATUS": str(status),
+        "PRINTED": printed,
+        "JOB": f"{job} ",
+        "VENV": str(directory),
+    }
     command = ["bash", str(RECIPES / "launch.slurm"), "--config", "X"]
     done = subprocess.run(command, env=environment | variables, cwd=directory, **CAPTURED)
     return done.returncode, done.stdout + done.stderr, (directory / "record").read_text()
@@ -48,14 +64,20 @@ def submit(
 
 def test_each_node_is_checked_and_launched_with_its_own_rank_and_the_same_arguments(tmp_path):
     status, output, commands = submit(tmp_path)
-    shared = "--num_machines 2 --num_processes 8 --main_process_ip node0 --main_process_port 20001 --machine_rank"
+    shared = (
+        "--num_machines 2 --num_processes 8 --main_process_ip node0 --main_process_port 20001 "
+        "--machine_rank"
+    )
     lines = [line for line in commands.splitlines() if line.startswith("hf-fsdp")]
     for node in (0, 1):
         assert (
             lines[node]
             == f"hf-fsdp preflight --accelerate_config full_shard {shared} {node} --config X"
         )
-        start = f"hf-fsdp sft --accelerate_config full_shard {shared} {node} --log_dir {tmp_path}/logs/run0/node{node} --tee "
+        start = (
+            f"hf-fsdp sft --accelerate_config full_shard {shared} {node} "
+            f"--log_dir {tmp_path}/logs/run0/node{node} --tee "
+        )
         assert lines[2 + node].startswith(start)
         assert lines[2 + node].endswith(" --resume_from_checkpoint auto --config X")
     assert len(lines) == 4 and status == 0 and output.endswith("completed\n")
@@ -126,8 +148,14 @@ def test_the_launch_line_of_a_file_for_another_scheduler_is_accepted(name):
     *_, task = yaml.safe_load_all((RECIPES / f"{name}.yaml").read_text())
     script = task["run"] if name == "skypilot" else task["spec"]["trainer"]["args"][0]
     line = re.search(r"exec (?:\.venv/bin/)?(hf-fsdp .*)", script, re.DOTALL).group(1)
-    sky = "SKYPILOT_NUM_NODES=2 SKYPILOT_NUM_GPUS_PER_NODE=8 SKYPILOT_NODE_RANK=1 SKYPILOT_NODE_IPS=10.0.0.1"
-    pet = "PET_NNODES=2 PET_NPROC_PER_NODE=8 PET_NODE_RANK=1 PET_MASTER_ADDR=10.0.0.1 PET_MASTER_PORT=29500"
+    sky = (
+        "SKYPILOT_NUM_NODES=2 SKYPILOT_NUM_GPUS_PER_NODE=8 SKYPILOT_NODE_RANK=1 "
+        "SKYPILOT_NODE_IPS=10.0.0.1"
+    )
+    pet = (
+        "PET_NNODES=2 PET_NPROC_PER_NODE=8 PET_NODE_RANK=1 PET_MASTER_ADDR=10.0.0.1 "
+        "PET_MASTER_PORT=29500"
+    )
     echo = subprocess.run(["bash", "-euc", f"{sky} {pet}; echo {line}"], check=True, **CAPTURED)
     words = shlex.split(echo.stdout)
     assert words[:6] == [

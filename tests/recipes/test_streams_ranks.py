@@ -1,4 +1,4 @@
-"""Streamed rows: a resumed run trains on the rows that the uninterrupted run would have trained on."""
+"""A resumed run of streamed rows trains on those of an uninterrupted run."""
 
 import json
 import shutil
@@ -18,7 +18,10 @@ STREAM = {
 
 
 def _train(argv):
-    """Run a recipe on this rank; return the losses of the steps, and the first tokens of each step's rows on this rank."""
+    """Run a recipe on this rank.
+
+    Return the losses of the steps, and the first tokens of each step's rows on this rank.
+    """
     from transformers import Trainer
 
     rows, trainers, upstream = {}, [], Trainer.training_step
@@ -40,7 +43,10 @@ def _train(argv):
 
 @pytest.fixture
 def train(tiny_model, tmp_path):
-    """Return a function that trains with changed settings, and returns the losses and each step's rows over all ranks."""
+    """Return a function that trains with changed settings.
+
+    It returns the losses and each step's rows over all ranks.
+    """
 
     def run(name, num_ranks=2, resumed_from=None, **changes):
         output, resume = tmp_path / name, []
@@ -73,19 +79,27 @@ def _files(folder, num_files, num_rows):
 
 
 CASES = {
-    "in the second pass over 20 rows": lambda folder: {"dataset_name": _files(folder / "rows", 1, 20)},
+    "in the second pass over 20 rows": lambda folder: {
+        "dataset_name": _files(folder / "rows", 1, 20)
+    },
     "with workers and a file for each": lambda folder: {
-        "dataset_name": _files(folder / "rows", 4, 12), "dataloader_num_workers": 2,
+        "dataset_name": _files(folder / "rows", 4, 12),
+        "dataloader_num_workers": 2,
     },
     "packed": lambda folder: {"dataset_name": _files(folder / "rows", 1, 72), "packing": True},
     "of a mixture": lambda folder: {
-        "dataset_streaming": None, "streaming": True,
+        "dataset_streaming": None,
+        "streaming": True,
         "datasets": [
-            {"path": "json", "data_files": str(next(_files(folder / name, 1, 8).iterdir())), "split": "train"}
+            {
+                "path": "json",
+                "data_files": str(next(_files(folder / name, 1, 8).iterdir())),
+                "split": "train",
+            }
             for name in ("a", "b")
         ],
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

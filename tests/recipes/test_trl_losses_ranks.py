@@ -1,4 +1,7 @@
-"""A recipe trains what `trl sft` trains: with the same rows and template, every step has the same loss."""
+"""A recipe trains what `trl sft` trains.
+
+With the same rows and template, every step has the same loss.
+"""
 
 import json
 import runpy

@@ -1,4 +1,7 @@
-"""Packed rows are kept apart, or training is refused; sharded optimizers of bitsandbytes train like unsharded ones."""
+"""Packed rows are kept apart, or training is refused.
+
+Sharded optimizers of bitsandbytes train like unsharded ones.
+"""
 
 import json
 
@@ -51,14 +54,22 @@ def test_packing_is_refused_where_packed_rows_would_see_each_other(opt, text_fil
 def test_accumulated_micro_batches_train_like_one_batch_in_bf16(
     is_lora, tiny_model, text_file, tmp_path
 ):
-    """TRL's loss reads the head's weight without a call, so LoRA never gathers this unit; torch then fails to accumulate."""
+    """TRL's loss reads the head's weight without a call, so LoRA never gathers this unit.
+
+    torch then fails to accumulate.
+    """
 
     def train(batch, accumulation):
         output = tmp_path / f"run{batch}"
         values = SETTINGS | {
-            "model_name_or_path": tiny_model("llama"), "dataset_name": text_file, "output_dir": output, "bf16": True,
-            "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "export": False,
-        }  # fmt: skip
+            "model_name_or_path": tiny_model("llama"),
+            "dataset_name": text_file,
+            "output_dir": output,
+            "bf16": True,
+            "per_device_train_batch_size": batch,
+            "gradient_accumulation_steps": accumulation,
+            "export": False,
+        }
         argv = write_recipe(tmp_path / "recipe.yaml", values | (LORA if is_lora else {}))
         run_ranks(run_recipe, 2, argv, environment=fsdp_environment(FSDP2, precision="bf16"))
         return read_losses(output)
@@ -80,9 +91,16 @@ def _train(model, data, output, optimizer, resume=False):
     from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint
 
     trainer = build(
-        str(model), str(data), str(output), callbacks=[ShardedCheckpointCallback()], save_strategy="steps", save_steps=2,
-        steps=4, learning_rate=1e-3, optim=optimizer,
-    )  # fmt: skip
+        str(model),
+        str(data),
+        str(output),
+        callbacks=[ShardedCheckpointCallback()],
+        save_strategy="steps",
+        save_steps=2,
+        steps=4,
+        learning_rate=1e-3,
+        optim=optimizer,
+    )
     trainer.train(resume_from_checkpoint=latest_checkpoint(output) if resume else None)
     return losses_of(trainer), digest(trainer.model)
 
@@ -97,7 +115,8 @@ def _train(model, data, output, optimizer, resume=False):
         pytest.param("sgd", marks=pytest.mark.slow),
     ],
 )
-# No path may contain "optimizer": Accelerate 1.13 takes such a checkpoint for the folder of the optimizer's state.
+# No path may contain "optimizer": Accelerate 1.13 takes such a checkpoint for the folder of the
+# optimizer's state.
 def test_bitsandbytes_trains_and_resumes_exactly(optimizer, tiny_model, text_file, tmp_path):
     def train(resume=False):
         arguments = (tiny_model("llama"), text_file, tmp_path / "run", optimizer, resume)

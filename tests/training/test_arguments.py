@@ -5,7 +5,14 @@ import pytest
 from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.training.arguments import parse_arguments
 
-FILE = "model_name_or_path: m\ndataset_name: rows.jsonl\noutput_dir: out\nuse_cpu: true\nbf16: false\nreport_to: none\n"
+FILE = """\
+model_name_or_path: m
+dataset_name: rows.jsonl
+output_dir: out
+use_cpu: true
+bf16: false
+report_to: none
+"""
 
 
 @pytest.fixture

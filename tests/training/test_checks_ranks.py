@@ -1,4 +1,7 @@
-"""What upstream would do in silence is refused or said before anything is loaded: one case for each check."""
+"""What upstream would do in silence is refused or said before anything is loaded.
+
+There is one case for each check.
+"""
 
 import contextlib
 import io

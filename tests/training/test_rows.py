@@ -1,4 +1,7 @@
-"""Rows reach SFTTrainer in TRL's formats, from files, folders and the formats of the five documents."""
+"""Rows reach SFTTrainer in TRL's formats.
+
+They come from files, folders and the formats of the five documents.
+"""
 
 import json
 from types import SimpleNamespace
@@ -33,20 +36,28 @@ def _arguments(name, split="train", streamed=False, num_ranks=1, **recipe):
     ("prompt_format", "row", "prompt", "completion"),
     [
         (
-            "alpaca", ROW,
-            f"{PREFACE}, paired with an input that provides further context. Write a response that appropriately completes the "
-            "request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n", "3",
-        ),
-        (
-            "alpaca", ROW | {"input": ""},
-            f"{PREFACE}. Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Response:\n",
+            "alpaca",
+            ROW,
+            f"{PREFACE}, paired with an input that provides further context. Write a response that "
+            "appropriately completes the request.\n\n"
+            "### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n",
             "3",
         ),
         (
-            "chat", ROW, [{"role": "user", "content": "Add.\n\n1 and 2"}], [{"role": "assistant", "content": "3"}],
+            "alpaca",
+            ROW | {"input": ""},
+            f"{PREFACE}. Write a response that appropriately completes the request.\n\n"
+            "### Instruction:\nAdd.\n\n### Response:\n",
+            "3",
+        ),
+        (
+            "chat",
+            ROW,
+            [{"role": "user", "content": "Add.\n\n1 and 2"}],
+            [{"role": "assistant", "content": "3"}],
         ),
     ],
-)  # fmt: skip
+)
 def test_instruction_rows_become_prompt_and_completion(prompt_format, row, prompt, completion):
     assert to_trl_format(Dataset.from_list([row]), prompt_format)[0] == {
         "prompt": prompt,
