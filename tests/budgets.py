@@ -71,7 +71,7 @@ def main() -> int:
         for file in sorted(package, key=density, reverse=True):
             print(f"{density(file):5.1f} {num_nodes(file):6,}  {file.relative_to(ROOT)}")
     nodes = sum(map(num_nodes, package))
-    patches = (PACKAGE / "patches.py").read_text()
+    patches = (PACKAGE / "upstream" / "patches.py").read_text()
     docs = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     rows = [
         ("syntax nodes", nodes, 46_000),

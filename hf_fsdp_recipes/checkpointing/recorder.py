@@ -9,6 +9,7 @@ from unittest import mock
 import torch.distributed.checkpoint as dcp
 
 from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR, PUSH_CHECKPOINT
 
 State = Mapping[str, Any]
 
@@ -33,10 +34,9 @@ def redirected(trainer: Any, directory: Path) -> Iterator[dict[str, State]]:
         def swap(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
-        swap(trainer, "_get_output_dir", lambda trial: str(directory))
-        swap(
-            trainer, "_push_from_checkpoint", lambda folder: None
-        )  # the push follows when the checkpoint is complete
+        swap(trainer, GET_OUTPUT_DIR, lambda trial: str(directory))
+        # The push follows when the checkpoint is complete.
+        swap(trainer, PUSH_CHECKPOINT, lambda folder: None)
         swap(dcp, "save", record)
         if is_sharded:
             swap(

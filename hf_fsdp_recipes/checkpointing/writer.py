@@ -23,6 +23,7 @@ from hf_fsdp_recipes.checkpointing.hashing import FileFacts, HashingWriter, read
 from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, Originals, local_part
 from hf_fsdp_recipes.checkpointing.recorder import State
 from hf_fsdp_recipes.errors import CheckpointError, describe
+from hf_fsdp_recipes.upstream.torch_internals import make_save_planner
 
 logger = logging.getLogger(__name__)
 
@@ -159,12 +160,7 @@ class Writer:
     def _write_part(self, folder: Path, state: State) -> dict[str, FileFacts]:
         """Write one part of the sharded state. Return size and hash of this rank's files."""
         writer = HashingWriter(folder)
-        planner = dcp.DefaultSavePlanner(
-            enable_plan_caching=True
-        )  # a rank sends its plan only when it changes
-        planner._cached_plans_key = (
-            folder.name
-        )  # otherwise, all folders would share one cached plan
+        planner = make_save_planner(folder.name)
         try:
             with config.patch("save.compute_crc32", False):  # the manifest's hashes replace the CRC
                 dcp.save(

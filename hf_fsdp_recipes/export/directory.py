@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from huggingface_hub import StateDictSplit
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import sync
+from hf_fsdp_recipes.upstream.transformers_internals import custom_object_save
 
 
 def create(output_dir: Path, write: Callable[[Path], None]) -> Path:

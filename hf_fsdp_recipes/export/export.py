@@ -15,9 +15,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from peft import PeftConfig, PeftModel
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
 from hf_fsdp_recipes import distributed
@@ -28,6 +26,11 @@ from hf_fsdp_recipes.export.files import FileWriter, check_finite
 from hf_fsdp_recipes.export.sources import Source, on_meta
 from hf_fsdp_recipes.export.steps import Plan, Step, Tensors, copy_step, plan_in_file_format
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
+from hf_fsdp_recipes.upstream.torch_internals import StorageWeakRef
+from hf_fsdp_recipes.upstream.transformers_internals import (
+    NOT_SAVED,
+    remove_tied_weights_from_state_dict,
+)
 
 MODEL_FOLDER = (
     "pytorch_model_fsdp_0"  # Accelerate's name for the folder of sharded weights in a checkpoint
@@ -181,7 +184,7 @@ def _plan_full(
     dtype: torch.dtype | None,
 ) -> Plan:
     """Return a plan that writes all weights of a model. `owner` knows which weights are tied, and may be `shell` itself."""
-    ignored = set(shell._keys_to_ignore_on_save or ())
+    ignored = set(getattr(shell, NOT_SAVED) or ())
     state = {name: value for name, value in shell.state_dict().items() if name not in ignored}
     kept = remove_tied_weights_from_state_dict(dict(state), owner)
     wrong = [name for name in kept if name not in held or held[name].meta.shape != kept[name].shape]

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from transformers.modeling_utils import str_to_torch_dtype
 
 from hf_fsdp_recipes.checkpointing.writer import is_finite
 from hf_fsdp_recipes.errors import ExportError, describe
+from hf_fsdp_recipes.upstream.transformers_internals import str_to_torch_dtype
 
 DTYPES = {**str_to_torch_dtype, "C64": torch.complex64}  # {name in safetensors files: dtype}
 IN_FLIGHT = (

@@ -1,7 +1,6 @@
 """The sources of an export's tensors: a sharded model, a checkpoint of torch DCP, or safetensors files."""
 
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_recipes import distributed
@@ -18,10 +16,7 @@ from hf_fsdp_recipes.checkpointing.resume import check_pickles, find_damage
 from hf_fsdp_recipes.errors import ExportError, describe
 from hf_fsdp_recipes.export.files import DTYPES
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
-
-_WRAPPERS = re.compile(
-    r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
-)  # names of wrapper modules
+from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS, TensorStorageMetadata
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict
         if isinstance(value, torch.Tensor):  # bitsandbytes also stores strings
             meta = on_meta(value.shape, value.dtype, dtype)
             read = functools.partial(_gather, value.detach(), meta.dtype)
-            sources[_WRAPPERS.sub("", name)] = Source(meta, read, isinstance(value, DTensor))
+            sources[WRAPPERS.sub("", name)] = Source(meta, read, isinstance(value, DTensor))
     return sources
 
 
@@ -148,7 +143,7 @@ def from_checkpoint(directory: Path) -> dict[str, Source]:
         meta = on_meta(tensors[key].size, tensors[key].properties.dtype)
         return Source(meta, functools.partial(read, key, meta))
 
-    return {_WRAPPERS.sub("", name): source(key) for key, name in names.items()}
+    return {WRAPPERS.sub("", name): source(key) for key, name in names.items()}
 
 
 def from_files(checkpoint: Checkpoint) -> dict[str, Source]:

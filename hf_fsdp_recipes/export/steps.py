@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.sources import Source
+from hf_fsdp_recipes.upstream.transformers_internals import revert_weight_conversion
 
 Tensors = dict[str, torch.Tensor]
 

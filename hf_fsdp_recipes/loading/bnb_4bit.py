@@ -6,17 +6,17 @@ import os
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, is_initialized
+from accelerate.state import AcceleratorState
 from torch.overrides import TorchFunctionMode
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.modeling_utils import local_torch_dtype
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.placeholder import nan_like
+from hf_fsdp_recipes.upstream.accelerate_internals import is_initialized
+from hf_fsdp_recipes.upstream.transformers_internals import AutoHfQuantizer, local_torch_dtype
 
 PIECE_SIZE = 2**16  # elements; a multiple of every block size
 

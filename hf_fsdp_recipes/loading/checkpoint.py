@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes.errors import LoadError, describe
+from hf_fsdp_recipes.upstream.transformers_internals import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    get_model_conversion_mapping,
+    new_value,
+    rename_source_key,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -221,15 +222,6 @@ class Checkpoint:
     def read_rows(self, entry: Entry, rows: slice | EllipsisType) -> torch.Tensor:
         """Return the given rows (dim 0) of a weight that needs no conversion. `...` stands for all rows."""
         return self.slice_of(entry.keys[0])[rows]
-
-
-@torch.no_grad()
-def new_value(model: PreTrainedModel, name: str) -> torch.Tensor:
-    """Return the values that the model's own `_init_weights` gives to a weight that the checkpoint lacks."""
-    path, _, parameter = name.rpartition(".")
-    twin = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu", recurse=False)
-    model._init_weights(twin)
-    return twin.get_parameter(parameter).detach()
 
 
 def some(names: list[str]) -> str:

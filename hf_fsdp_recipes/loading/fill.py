@@ -1,6 +1,5 @@
 """Fills a sharded model. Either rank 0 reads a weight and sends each rank its rows (dim 0), or each rank reads its own rows."""
 
-import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,10 +13,8 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError, describe
 from hf_fsdp_recipes.loading import bnb_4bit
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
+from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS_AND_ADAPTERS
 
-WRAPPERS = re.compile(
-    r"(_checkpoint_wrapped_module|_orig_mod|base_layer)\.|\.(modules_to_save\.[^.]+|original_module)(?=\.)"
-)
 NUM_READERS = 4  # rank 0's reading threads; a disk is faster if it gets several requests at once
 READ_AHEAD_BYTES = (
     1024**3
@@ -31,7 +28,7 @@ Weights = dict[str, torch.Tensor]
 
 def name_in_base_model(name: str) -> str:
     """Return a tensor's name without the parts that PEFT, activation checkpointing and torch.compile add."""
-    return WRAPPERS.sub("", name).removeprefix("base_model.model.")
+    return WRAPPERS_AND_ADAPTERS.sub("", name).removeprefix("base_model.model.")
 
 
 def allocate(model: torch.nn.Module, device: torch.device) -> Tensors:

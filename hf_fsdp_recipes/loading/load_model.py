@@ -17,16 +17,24 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.initialization import no_init_weights
-from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
-from hf_fsdp_recipes import distributed, patches
+from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.bnb_4bit import pack_weights, replace_linears
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.loader import Loader
 from hf_fsdp_recipes.loading.placeholder import insert_placeholders
+from hf_fsdp_recipes.upstream import patches
+from hf_fsdp_recipes.upstream.transformers_internals import (
+    FROM_CONFIG,
+    GET_DTYPE_PLAN,
+    AutoHfQuantizer,
+    AutoQuantizationConfig,
+    keep_present_units,
+    no_init_weights,
+    set_conversions,
+)
 
 HUB_PATTERNS = [
     "*.safetensors",
@@ -66,7 +74,7 @@ def load_model(
     Raises:
         LoadError: on every rank. This call raises it for FSDP1, a missing model or a checkpoint that does not fit. Later, it is
             raised for an unreadable file, or a weight used or resized before loading (PiSSA, OLoRA, DoRA, new embeddings).
-        PatchError: the installed version of Accelerate is not supported.
+        PatchError: the installed version of Accelerate or transformers is not supported.
     """
     auto_class = auto_class or AutoModelForCausalLM
     if not patches.is_fsdp_requested():
@@ -82,8 +90,7 @@ def load_model(
     model = build_on_meta(config, dtype, auto_class, rest)
     model.generation_config = generation_config or getattr(model, "generation_config", None)
     entries, conversions = distributed.run_on_main(lambda: checkpoint.plan(model))
-    if conversions is not None:
-        model._weight_conversions = conversions
+    set_conversions(model, conversions)
     if packing is not None:
         pack_weights(model, replace_linears(model, packing, dtype), dtype)
     insert_placeholders(model)
@@ -193,7 +200,7 @@ def build_on_meta(
     """Return a model with meta parameters and real buffers, in evaluation mode."""
     build = getattr(auto_class, "from_config", None)
     if build is None:  # `auto_class` is one model's class, which takes no trust_remote_code
-        build = auto_class._from_config
+        build = getattr(auto_class, FROM_CONFIG)
         kwargs = {name: value for name, value in kwargs.items() if name != "trust_remote_code"}
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
@@ -202,14 +209,11 @@ def build_on_meta(
         raise LoadError(f"the model cannot be built with these arguments: {error}") from error
     model.tie_weights()  # init_empty_weights unties the weights
     stored = model.state_dict().keys()
-    for pattern, kept_dtype in model._get_dtype_plan(
+    for pattern, kept_dtype in getattr(model, GET_DTYPE_PLAN)(
         dtype
     ).items():  # weights that the model class keeps in float32
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in stored and re.search(pattern.replace("*", ".*"), name):
                 tensor.data = tensor.data.to(kept_dtype)
-    # Accelerate raises an error if `_no_split_modules` names a class of which the model has no module.
-    model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(
-        model._no_split_modules or ()
-    )
+    keep_present_units(model)
     return model.eval()

@@ -9,11 +9,11 @@ from accelerate import Accelerator
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedModel
 
-from hf_fsdp_recipes import patches
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading import bnb_4bit, fill
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
 from hf_fsdp_recipes.loading.placeholder import NOT_LOADED, OFFLINE, is_placeholder, move_to_meta
+from hf_fsdp_recipes.upstream import patches
 
 Shard = Callable[[Accelerator, torch.nn.Module], torch.nn.Module]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.upstream.torch_internals import make_parameter, run_on_plain_tensors
 
 OFFLINE = "Change the model without FSDP, save it, and train the saved model"
 NOT_LOADED = (
@@ -30,7 +31,7 @@ class Placeholder(torch.nn.Parameter):
 
     def __new__(cls, like: torch.Tensor) -> "Placeholder":
         """Return a placeholder for a tensor on any device."""
-        return torch.Tensor._make_subclass(cls, nan_like(like), like.requires_grad)
+        return make_parameter(cls, nan_like(like), like.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Placeholder":
         """Return another placeholder, because torch's default copy would allocate the full tensor."""
@@ -52,7 +53,7 @@ class Placeholder(torch.nn.Parameter):
                 "a weight is read before it is loaded, for example by init_lora_weights='pissa' or 'olora', or by DoRA. Use plain "
                 f"LoRA. Or: {OFFLINE[0].lower()}{OFFLINE[1:]}."
             )
-        return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
+        return run_on_plain_tensors(function, types, args, kwargs or {})
 
 
 def nan_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,6 +80,6 @@ def move_to_meta(model: torch.nn.Module) -> None:
         if is_placeholder(parameter):
             meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             cls = torch.nn.Parameter if isinstance(parameter, Placeholder) else type(parameter)
-            new = torch.Tensor._make_subclass(cls, meta, parameter.requires_grad)
+            new = make_parameter(cls, meta, parameter.requires_grad)
             new.__dict__.update(parameter.__dict__)
             torch.utils.swap_tensors(parameter, new)

@@ -195,7 +195,7 @@ class MetricsCallback(TrainerCallback):
 def _describe_run(args: TrainingArguments, state: TrainerState, model: torch.nn.Module) -> Entry:
     """Return the entry that is written to metrics.jsonl each time the run starts or resumes."""
     name = Path(
-        getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+        getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     ).name
     device, precision = (
         torch.get_device_module(args.device),

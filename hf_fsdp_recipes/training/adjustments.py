@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.upstream.transformers_internals import ATTENTION
 
 LENGTH = 16  # tokens in each of the two rows that are packed for the check
 TOLERANCE = 1e-2  # largest difference, relative to the outputs' norm, that counts as rounding
@@ -80,7 +81,7 @@ class PackingCheck(TrainerCallback):
             del batch["labels"]
             outputs.append(model(**batch, use_cache=False).logits[0, LENGTH:].float())
         if torch.dist(*outputs) > TOLERANCE * outputs[0].norm():
-            attention = getattr(model.config, "_attn_implementation", None)
+            attention = getattr(model.config, ATTENTION, None)
             raise RecipeError(
                 f"packing: with attn_implementation {attention}, {type(model).__name__} lets packed rows see each other. Set "
                 f"packing: false, or an attn_implementation that keeps them apart, such as flash_attention_2."

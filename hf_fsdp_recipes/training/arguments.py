@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import yaml
 
-from hf_fsdp_recipes import patches
 from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.upstream.patches import are_cpu_ranks_requested
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
@@ -93,7 +93,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         "ACCELERATE_MIXED_PRECISION", "no"
     )  # set by the launcher; TRL would take bf16
     parser.set_defaults(bf16=precision == "bf16", fp16=precision == "fp16")
-    if patches.are_cpu_ranks_requested():
+    if are_cpu_ranks_requested():
         parser.set_defaults(use_cpu=True, dataloader_pin_memory=False)
     file = (
         Path(arguments[arguments.index("--config") + 1]) if "--config" in arguments[:-1] else None

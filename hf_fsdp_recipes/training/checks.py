@@ -6,10 +6,11 @@ from pathlib import Path
 
 from huggingface_hub import whoami
 
-from hf_fsdp_recipes import distributed, patches
+from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import RecipeError, describe
 from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.sharded_optimizer import BITSANDBYTES, SHARDABLE, optimizer_name
+from hf_fsdp_recipes.upstream.patches import is_fsdp_requested
 
 LORA_FIELDS = (
     "lora_r",
@@ -34,7 +35,7 @@ def check_arguments(arguments: Arguments) -> None:
         raise RecipeError(" ".join(wrong))
     dtype, training = str(arguments.model.dtype), arguments.training
     has_masters = arguments.model.use_peft or (
-        patches.is_fsdp_requested() and (training.bf16 or training.fp16)
+        is_fsdp_requested() and (training.bf16 or training.fp16)
     )
     if dtype in ("bfloat16", "float16") and not has_masters:
         distributed.print_main(
@@ -102,7 +103,7 @@ def _check_recipe(arguments: Arguments) -> list[tuple[bool, str]]:
 def _check_launch(arguments: Arguments) -> list[tuple[bool, str]]:
     training, is_fsdp, optimizer = (
         arguments.training,
-        patches.is_fsdp_requested(),
+        is_fsdp_requested(),
         optimizer_name(arguments.training),
     )
     launched, precision = (

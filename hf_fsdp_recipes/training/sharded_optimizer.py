@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_recipes.upstream.torch_internals import set_local_tensor
+
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
@@ -76,7 +78,8 @@ class _LocalStep:
             return
         shard.grad = p.grad.to_local()
         self.state[shard] = {
-            name: getattr(value, "_local_tensor", value) for name, value in state.items()
+            name: value.to_local() if isinstance(value, DTensor) else value
+            for name, value in state.items()
         }
         super().update_step(group, shard, gindex, pindex)  # type: ignore[misc]
         state["step"] = self.state.pop(shard)["step"]
@@ -110,9 +113,7 @@ def _to_sharded(name: str, value: Any, p: DTensor) -> Any:
     if not name.startswith("state"):
         return value
     sharded = torch.empty_like(p, dtype=value.dtype, requires_grad=False)
-    sharded._local_tensor = (
-        value  # `from_local` needs the mesh's device, but paged memory counts as CPU memory
-    )
+    set_local_tensor(sharded, value)
     sharded.is_paged = getattr(
         value, "is_paged", False
     )  # then bitsandbytes does not move it to the device

@@ -111,7 +111,8 @@ def train(output, *, stock=False, resume=True, callback=None, prepare=None, **op
     `resume` is a checkpoint, or whether to resume from the latest one. `stock` trains without our callback, `callback` holds its
     arguments, `prepare` is called with the trainer and may append to `trainer.notes`, `options` are those of `make_trainer`.
     """
-    from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint, patches
+    from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint
+    from hf_fsdp_recipes.upstream import patches
 
     patches.enable_cpu_ranks()
     warnings, error = collect_warnings(), None

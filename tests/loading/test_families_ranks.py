@@ -16,7 +16,8 @@ def _round_trips(auto_class, types, folder):
     """Return, for each type, why its round trip fails, or None. Types that transformers cannot make small are left out."""
     from accelerate.state import AcceleratorState, PartialState
 
-    from hf_fsdp_recipes import distributed, patches
+    from hf_fsdp_recipes import distributed
+    from hf_fsdp_recipes.upstream import patches
 
     patches.enable_cpu_ranks()
     results = {}

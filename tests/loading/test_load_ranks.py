@@ -256,7 +256,8 @@ def _new_head(model, data, output, loader):
         set_seed,
     )
 
-    from hf_fsdp_recipes import load_model, patches
+    from hf_fsdp_recipes import load_model
+    from hf_fsdp_recipes.upstream import patches
 
     patches.enable_cpu_ranks()
     args = TrainingArguments(
@@ -473,7 +474,7 @@ def _find_replacements():
     import accelerate.utils.fsdp_utils
     import transformers
 
-    from hf_fsdp_recipes import patches
+    from hf_fsdp_recipes.upstream import patches
 
     owners = (
         accelerate.accelerator,
@@ -502,7 +503,8 @@ def _train_dpo(directory, data, output, is_sharded):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    from hf_fsdp_recipes import load_model, patches
+    from hf_fsdp_recipes import load_model
+    from hf_fsdp_recipes.upstream import patches
 
     patches.enable_cpu_ranks()
     args = DPOConfig(output_dir=str(output), max_steps=3, logging_steps=1, learning_rate=1e-2, bf16=False, use_cpu=True,
