@@ -1,7 +1,7 @@
 """Lists the private names of upstream packages in this package, and where they are used.
 
-Fails if one is used outside `hf_fsdp_recipes/upstream/`. `make lint` runs it. Besides names that begin with an underscore, it
-finds imports from modules that upstream's documentation does not describe.
+Fails if one is used outside `hf_fsdp_recipes/upstream/`. `make lint` runs it. Besides names that
+begin with an underscore, it finds imports from modules that upstream does not document.
 
     python tests/private_names.py
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "hf_fsdp_recipes"
 ROOM = ROOT / OURS / "upstream"
-# Of namedtuples and of argparse's parsers, which Python's own documentation has or which do not change.
+# Of namedtuples and argparse's parsers.
 OF_PYTHON = {"_asdict", "_fields", "_make", "_replace", "_actions"}
 # Attributes that this package puts on the objects of others begin with this.
 OWN_PREFIX = "_hf_fsdp"
@@ -57,8 +57,7 @@ def find_uses(source: str) -> list[tuple[int, str]]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = in_import(node)
         elif isinstance(node, ast.Attribute):
-            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            names = [] if is_own and node.attr in own else [node.attr]
+            names = [] if is_of_self(node) and node.attr in own else [node.attr]
         elif isinstance(node, ast.keyword):
             names = [node.arg or ""]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
@@ -76,10 +75,14 @@ def find_own(tree: ast.AST) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             own.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id == "self":
-                own.add(node.attr)
+        elif is_of_self(node) and isinstance(node.ctx, ast.Store):
+            own.add(node.attr)
     return own
+
+
+def is_of_self(node: ast.AST) -> bool:
+    is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    return is_attribute and node.value.id in ("self", "cls")
 
 
 def find_docstrings(tree: ast.AST) -> set[ast.AST]:
@@ -93,7 +96,7 @@ def find_parts_of_texts(tree: ast.AST) -> set[ast.AST]:
 
 
 def in_import(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """Yield the full names that an import takes from other packages and that are private or undocumented."""
+    """Yield the private and undocumented names that an import takes from upstream, in full."""
     base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
     is_relative = isinstance(node, ast.ImportFrom) and node.level > 0
     for alias in node.names:
@@ -106,7 +109,7 @@ def in_import(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
 
 
 def in_text(text: str) -> Iterator[str]:
-    """Yield the private names in a string that holds names only, such as `getattr`'s or a pattern's."""
+    """Yield the private names in a string of names only, such as an argument of `getattr`."""
     parts = [part for part in re.split(r"[\s.|()\\]+", text) if part]
     if all(part.isidentifier() for part in parts):
         yield from filter(is_private, parts)

@@ -1,6 +1,7 @@
 """Runs the tests of the core in the environments of `make test-versions`, and prints a table of versions and results.
 
-The core is what depends on the insides of other packages: loading, checkpointing, export and the patches.
+The core is what depends on the insides of other packages: loading, checkpointing, export, the
+patches and the private names.
 """
 
 import subprocess
@@ -18,7 +19,14 @@ PACKAGES = [
     "datasets",
     "bitsandbytes",
 ]
-TESTS = ["loading", "checkpointing", "export", "patches", "training/test_adjustments_ranks.py"]
+TESTS = [
+    "loading",
+    "checkpointing",
+    "export",
+    "patches",
+    "upstream",
+    "training/test_adjustments_ranks.py",
+]
 # Tests of what upstream itself cannot do in an environment's versions, for pytest's -k. docs/upstream.md says what.
 CPU_RANKS_WITHOUT_FSDP = "test_without_fsdp_trainer_saves_and_the_callback_exports"
 UNSUPPORTED = {

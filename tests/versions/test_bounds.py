@@ -1,4 +1,4 @@
-"""What setup.cfg allows and what the patches name are the versions that `make test-versions` tests."""
+"""What setup.cfg allows and what errors name are the versions that `make test-versions` tests."""
 
 import configparser
 
@@ -6,10 +6,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from hf_fsdp_recipes.upstream import patches
+from hf_fsdp_recipes.upstream.versions import TESTED
 from tests.versions.run import PACKAGES, ROOT
-
-PATCHES = [value for value in vars(patches).values() if isinstance(value, patches.Patch)]
 
 
 def read_versions(name):
@@ -42,9 +40,7 @@ def test_all_lists_name_the_same_packages():
     )
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
-def test_patches_name_the_versions_tested(patch):
-    package = patch.module.partition(".")[0]
-    assert (
-        patch.tested == f"{read_versions('lowest')[package]} to {read_versions('newest')[package]}"
-    )
+@pytest.mark.parametrize("package", TESTED)
+def test_errors_name_the_versions_tested(package):
+    lowest, newest = read_versions("lowest")[package], read_versions("newest")[package]
+    assert TESTED[package] == f"{lowest} to {newest}"
