@@ -87,7 +87,7 @@ class _LocalStep:
     def prefetch_state(self, p: torch.Tensor) -> None:
         if not isinstance(p, DTensor):
             return super().prefetch_state(p)  # type: ignore[misc]
-        from bitsandbytes.functional import prefetch_tensor
+        from hf_fsdp_recipes.upstream.bitsandbytes_internals import prefetch_tensor
 
         for value in self.state[p].values():
             if getattr(value, "is_paged", False):

@@ -293,9 +293,10 @@ def test_accelerates_state_is_shared():
 
 
 def test_bitsandbytes_has_what_4_bit_weights_and_optimizers_need():
-    from bitsandbytes.functional import prefetch_tensor
     from bitsandbytes.nn import Linear4bit
     from bitsandbytes.optim.optimizer import Optimizer2State, Optimizer8bit
+
+    from hf_fsdp_recipes.upstream.bitsandbytes_internals import prefetch_tensor
 
     assert hasattr(Linear4bit(2, 2), "support_avx512bf16_for_cpu")
     assert torch.ops.bitsandbytes.quantize_4bit.default
