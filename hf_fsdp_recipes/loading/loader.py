@@ -13,7 +13,7 @@ from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading import bnb_4bit, fill
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
 from hf_fsdp_recipes.loading.placeholder import NOT_LOADED, OFFLINE, is_placeholder, move_to_meta
-from hf_fsdp_recipes.upstream import patches
+from hf_fsdp_recipes.upstream.patches import LOADER
 
 Shard = Callable[[Accelerator, torch.nn.Module], torch.nn.Module]
 
@@ -35,7 +35,7 @@ class Loader:
             is_direct,
         )
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        model.__dict__[patches.LOADER] = self
+        model.__dict__[LOADER] = self
         model.__dict__["save_pretrained"] = _refuse
         self._guard = model.register_forward_pre_hook(_refuse)
 
@@ -64,7 +64,7 @@ class Loader:
             plugin.cpu_ram_efficient_loading = was_efficient
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         self.fill(model, torch.device("cpu") if is_offloaded else device, device)
-        del self.model.__dict__[patches.LOADER], self.model.__dict__["save_pretrained"]
+        del self.model.__dict__[LOADER], self.model.__dict__["save_pretrained"]
         self._guard.remove()
         return model
 

@@ -177,8 +177,7 @@ def _turn_cpu_ranks_into_fsdp(
     was_initialized = self._shared_state.get("_mixed_precision") is not None
     plugin = kwargs.get("fsdp_plugin")
     original(self, *args, **kwargs)
-    is_on_cpu = self.distributed_type in WITHOUT_FSDP
-    if was_initialized or plugin is None or not is_on_cpu:
+    if was_initialized or plugin is None or self.distributed_type not in WITHOUT_FSDP:
         return
     # Accelerate starts no process group for a single CPU rank.
     if not torch.distributed.is_initialized():

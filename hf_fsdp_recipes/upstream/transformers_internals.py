@@ -1,7 +1,6 @@
 """Names of transformers that are private or not in its documentation, and why each is needed."""
 
 import copy
-import inspect
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
@@ -51,8 +50,8 @@ def new_value(model: PreTrainedModel, name: str) -> torch.Tensor:
 
 def keep_present_units(model: PreTrainedModel) -> None:
     """Let a model's FSDP units be only classes that it has. Accelerate refuses any others."""
-    reader = FullyShardedDataParallelPlugin.set_auto_wrap_policy
-    if "_no_split_modules" not in inspect.getsource(reader):
+    reader = FullyShardedDataParallelPlugin.set_auto_wrap_policy.__code__
+    if "_no_split_modules" not in reader.co_names + reader.co_consts:
         raise patch_error(
             "accelerate",
             "Accelerate does not read _no_split_modules, so this package cannot set it",
@@ -64,7 +63,8 @@ def keep_present_units(model: PreTrainedModel) -> None:
 
 def set_conversions(model: PreTrainedModel, conversions: list | None) -> None:
     """Let saving and exporting a model revert these conversions, unless they are None."""
-    if CONVERSIONS not in inspect.getsource(revert_weight_conversion):
+    reader = revert_weight_conversion.__code__
+    if CONVERSIONS not in reader.co_names + reader.co_consts:
         raise patch_error(
             "transformers",
             "transformers does not read _weight_conversions, so this package cannot set it",

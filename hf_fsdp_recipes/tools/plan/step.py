@@ -29,7 +29,7 @@ from hf_fsdp_recipes.metrics.flops import find_model_flops
 from hf_fsdp_recipes.tools.plan.job import Job
 from hf_fsdp_recipes.training.adjustments import gather_units_once
 from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
-from hf_fsdp_recipes.upstream import patches
+from hf_fsdp_recipes.upstream.patches import LOADER, apply_for_loading
 from hf_fsdp_recipes.upstream.planner_internals import (
     MODULE_TRACKER,
     MULTIPLY_GROUPS,
@@ -174,10 +174,8 @@ def _shard(model: Any, mesh: Any, job: Job) -> Any:
         is_main_process=False,
         device=torch.device("cpu"),
     )
-    patches.apply_for_loading()
-    model.__dict__[patches.LOADER] = (
-        job  # SIZE_BASED_WRAP needs a model that looks like load_model's
-    )
+    apply_for_loading()
+    model.__dict__[LOADER] = job  # SIZE_BASED_WRAP needs a model that looks like load_model's
     plugin.set_auto_wrap_policy(model)
     model = fsdp2_apply_ac(accelerator, model) if plugin.activation_checkpointing else model
     gather_units_once(model)
