@@ -48,6 +48,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tests/budgets.py
+	$(BIN)/python tests/private_names.py
 
 bench: $(VENV)/.installed
 	for claim in load save export step plan; do $(BIN)/python -m benchmarks.$$claim || exit 1; done

@@ -122,8 +122,8 @@ def load(kind: str, precision: str, checkpoint: str, num_parameters: float) -> d
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, conversion_mapping
 
-    from hf_fsdp_recipes import patches
     from hf_fsdp_recipes.loading.load_model import load_model
+    from hf_fsdp_recipes.upstream import patches
 
     options: dict[str, Any] = {"dtype": torch.bfloat16}
     if precision == NF4:

@@ -235,7 +235,8 @@ def train(case: Case, directory: str) -> int:
     from transformers import AutoTokenizer
     from trl import SFTTrainer, get_peft_config
 
-    from hf_fsdp_recipes import load_model, patches
+    from hf_fsdp_recipes import load_model
+    from hf_fsdp_recipes.upstream import patches
 
     AcceleratorState._reset_state(reset_partial_state=True)
     patches.enable_cpu_ranks()

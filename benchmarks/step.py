@@ -28,8 +28,9 @@ from typing import Any
 from transformers import TrainerCallback
 
 from benchmarks.running import llama_config, machine, write_section
-from hf_fsdp_recipes import distributed, patches
+from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.training.arguments import parse_arguments
+from hf_fsdp_recipes.upstream import patches
 
 ROOT = Path(__file__).resolve().parents[1]
 WARMUP_STEPS = 4

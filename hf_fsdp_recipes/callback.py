@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_fsdp_recipes import distributed, patches
+from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import RunDirectory
 from hf_fsdp_recipes.checkpointing.recorder import redirected
 from hf_fsdp_recipes.checkpointing.signals import StepFlags
@@ -31,6 +31,8 @@ from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.export.directory import write_description
 from hf_fsdp_recipes.export.export import export_model, parse_dtype
 from hf_fsdp_recipes.loading.load_model import check_fsdp_version
+from hf_fsdp_recipes.upstream import patches
+from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR, PUSH_CHECKPOINT
 
 logger = logging.getLogger(__name__)
 
@@ -282,7 +284,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         args = trainer.args
         state = trainer.state
         self._settle(state)
-        final = Path(trainer._get_output_dir(trial)) / f"checkpoint-{state.global_step}"
+        final = Path(getattr(trainer, GET_OUTPUT_DIR)(trial)) / f"checkpoint-{state.global_step}"
         best = final.with_name(f"checkpoint-{state.best_global_step}")
         if state.best_global_step and (best == final or best.is_dir()):
             state.best_model_checkpoint = str(best)
@@ -313,7 +315,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if not asynchronous:
             self._settle(state)
             if args.push_to_hub and self._last_error is None:
-                trainer._push_from_checkpoint(str(final))
+                getattr(trainer, PUSH_CHECKPOINT)(str(final))
 
     def on_save(
         self,

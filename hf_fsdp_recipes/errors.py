@@ -12,7 +12,7 @@ class RecipeError(Exception):
 
 
 class PatchError(RecipeError):
-    """An upstream function that this package replaces has moved or has changed its parameters."""
+    """An upstream function that this package replaces, or an attribute that it sets, has moved."""
 
 
 class LoadError(RecipeError):

@@ -107,10 +107,10 @@ def test_recipes_are_listed_name_a_template_and_are_copied_with_the_files_that_t
 
 
 def test_arguments_go_to_the_launcher_or_to_the_script_in_any_order(monkeypatch):
-    import accelerate.commands.launch
+    from hf_fsdp_recipes.upstream import accelerate_internals
 
     found = []
-    monkeypatch.setattr(accelerate.commands.launch, "launch_command", found.append)
+    monkeypatch.setattr(accelerate_internals, "launch_command", found.append)
     monkeypatch.setattr(os, "environ", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"})
     for_launcher = ["--num_processes", "2", "--main_process_port=0", "-q", "--tee", "3"]
     for_script = [

@@ -9,6 +9,7 @@ from transformers import Trainer
 
 from hf_fsdp_recipes.checkpointing.host_copy import State
 from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR, PUSH_CHECKPOINT
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, read_manifest
 from hf_fsdp_recipes.checkpointing.hashing import read_facts
 from hf_fsdp_recipes.errors import CheckpointError, describe
+from hf_fsdp_recipes.upstream.torch_internals import PICKLED_IN_METADATA, TensorStorageMetadata
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

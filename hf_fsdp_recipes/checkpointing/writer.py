@@ -23,6 +23,7 @@ from hf_fsdp_recipes.checkpointing.directory import FileFacts, RunDirectory
 from hf_fsdp_recipes.checkpointing.hashing import HashingWriter, read_facts
 from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, Originals, State, local_part
 from hf_fsdp_recipes.errors import CheckpointError, describe
+from hf_fsdp_recipes.upstream.torch_internals import make_save_planner
 
 logger = logging.getLogger(__name__)
 

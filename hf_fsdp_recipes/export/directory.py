@@ -15,7 +15,6 @@ import torch
 from huggingface_hub import StateDictSplit
 from peft import PeftModel
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import sync

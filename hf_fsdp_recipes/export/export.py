@@ -23,6 +23,11 @@ from hf_fsdp_recipes.export.files import PathLike
 from hf_fsdp_recipes.export.sources import Sources
 from hf_fsdp_recipes.export.steps import Plan, copy_step, plan_in_file_format
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
+from hf_fsdp_recipes.upstream.torch_internals import StorageWeakRef
+from hf_fsdp_recipes.upstream.transformers_internals import (
+    NOT_SAVED,
+    remove_tied_weights_from_state_dict,
+)
 
 # Accelerate's name for the folder of sharded weights in a checkpoint.
 MODEL_FOLDER = "pytorch_model_fsdp_0"

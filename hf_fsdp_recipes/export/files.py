@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from transformers.modeling_utils import str_to_torch_dtype
 
 from hf_fsdp_recipes.checkpointing.writer import is_finite
 from hf_fsdp_recipes.errors import ExportError, describe
+from hf_fsdp_recipes.upstream.transformers_internals import str_to_torch_dtype
 
 PathLike = str | os.PathLike[str]
 Tensors = dict[str, torch.Tensor]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.files import Tensors

@@ -14,9 +14,7 @@ from accelerate.state import AcceleratorState, is_initialized
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.modeling_utils import local_torch_dtype
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes import distributed

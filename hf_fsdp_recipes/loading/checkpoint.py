@@ -27,6 +27,14 @@ from transformers.core_model_loading import (
 from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes.errors import LoadError, describe
+from hf_fsdp_recipes.upstream.transformers_internals import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    get_model_conversion_mapping,
+    new_value,
+    rename_source_key,
+)
 
 logger = logging.getLogger(__name__)
 

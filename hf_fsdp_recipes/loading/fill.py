@@ -1,6 +1,5 @@
 """Fills a sharded model with the rows (dim 0) that rank 0 sends or that each rank reads itself."""
 
-import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

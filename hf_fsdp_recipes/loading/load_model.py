@@ -18,16 +18,24 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.initialization import no_init_weights
-from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
-from hf_fsdp_recipes import distributed, patches
+from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.bnb_4bit import Layers, pack_weights
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.loader import Loader
 from hf_fsdp_recipes.loading.placeholder import insert_placeholders
+from hf_fsdp_recipes.upstream import patches
+from hf_fsdp_recipes.upstream.transformers_internals import (
+    FROM_CONFIG,
+    GET_DTYPE_PLAN,
+    AutoHfQuantizer,
+    AutoQuantizationConfig,
+    keep_present_units,
+    no_init_weights,
+    set_conversions,
+)
 
 HUB_PATTERNS = [
     "*.safetensors",

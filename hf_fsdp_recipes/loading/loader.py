@@ -15,7 +15,6 @@ from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from hf_fsdp_recipes import patches
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.bnb_4bit import Layers, check_storage
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
@@ -28,6 +27,7 @@ from hf_fsdp_recipes.loading.fill import (
     fill_from_rank0,
 )
 from hf_fsdp_recipes.loading.placeholder import NOT_LOADED, OFFLINE, is_placeholder, move_to_meta
+from hf_fsdp_recipes.upstream.patches import LOADER
 
 
 @dataclass(eq=False)

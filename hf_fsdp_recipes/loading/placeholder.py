@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.upstream.torch_internals import make_parameter, run_on_plain_tensors
 
 OFFLINE = "Change the model without FSDP, save it, and train the saved model"
 NOT_LOADED = (

@@ -48,8 +48,7 @@ def find_faults(config: dict[str, Any]) -> list[str]:
 
 
 def _find_unknown(*sections: dict[str, Any]) -> Iterator[str]:
-    from accelerate.commands.config.config_args import ClusterConfig
-    from accelerate.commands.launch import launch_command_parser
+    from hf_fsdp_recipes.upstream.accelerate_internals import ClusterConfig, launch_command_parser
 
     # Accelerate merges both sections into the launcher's arguments, so a setting must have the name of one of these arguments.
     arguments = ["fsdp_ignored_modules", *vars(launch_command_parser().parse_args(["script.py"]))]

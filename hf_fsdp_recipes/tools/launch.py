@@ -64,11 +64,11 @@ def sft(
 
 def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
     """Run a script on all ranks and wait. Exit with status 1 if a rank fails or a signal stops the run."""
-    from accelerate.commands.launch import launch_command
     from accelerate.utils import parse_flag_from_env
-    from torch.distributed.launcher.api import ChildFailedError, SignalException
 
-    from hf_fsdp_recipes.patches import HIDDEN_DEVICES
+    from hf_fsdp_recipes.upstream.accelerate_internals import launch_command
+    from hf_fsdp_recipes.upstream.patches import HIDDEN_DEVICES
+    from hf_fsdp_recipes.upstream.torch_internals import ChildFailedError, SignalException
 
     os.environ.update(PREEMPTION | os.environ)
     if read_yaml(template).get("use_cpu") or parse_flag_from_env("ACCELERATE_USE_CPU"):
@@ -91,7 +91,7 @@ def parse_launch(script: Path, template: Path, arguments: Sequence[str]) -> Name
 
     Options of the launcher and of the script can be in any order. A value stays with the option before it.
     """
-    from accelerate.commands.launch import launch_command_parser
+    from hf_fsdp_recipes.upstream.accelerate_internals import launch_command_parser
 
     parser = launch_command_parser()
     own = {

@@ -14,6 +14,7 @@ from transformers import DataCollator, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 
 from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.upstream.transformers_internals import ATTENTION
 
 LENGTH = 16  # tokens in each of the two rows that are packed for the check
 TOLERANCE = 1e-2  # largest difference, relative to the outputs' norm, that counts as rounding
@@ -95,7 +96,7 @@ class PackingCheck(TrainerCallback):
                     batch[name] = value.to(args.device)
             outputs.append(model(**batch, use_cache=False).logits[0, LENGTH:].float())
         if torch.dist(*outputs) > TOLERANCE * outputs[0].norm():
-            attention = getattr(model.config, "_attn_implementation", None)
+            attention = getattr(model.config, ATTENTION, None)
             raise RecipeError(
                 f"packing: with attn_implementation {attention}, {type(model).__name__} lets packed"
                 " rows see each other. Set packing: false, or an attn_implementation that keeps "

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 import yaml
 
-from hf_fsdp_recipes import patches
 from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.upstream.patches import are_cpu_ranks_requested
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import whoami
 
-from hf_fsdp_recipes import distributed, patches
+from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import RecipeError, describe
 from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.sharded_optimizer import BITSANDBYTES, SHARDABLE, optimizer_name
+from hf_fsdp_recipes.upstream.patches import is_fsdp_requested
 
 if TYPE_CHECKING:
     from trl import SFTConfig

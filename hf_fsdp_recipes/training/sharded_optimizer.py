@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_recipes.upstream.torch_internals import set_local_tensor
+
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
@@ -107,7 +109,8 @@ class _LocalStep:
         assert isinstance(p.grad, DTensor)
         shard.grad = p.grad.to_local()
         self.state[shard] = {
-            name: getattr(value, "_local_tensor", value) for name, value in state.items()
+            name: value.to_local() if isinstance(value, DTensor) else value
+            for name, value in state.items()
         }
         super().update_step(group, shard, gindex, pindex)  # type: ignore[misc]
         state["step"] = self.state.pop(shard)["step"]
@@ -115,7 +118,7 @@ class _LocalStep:
     def prefetch_state(self, p: torch.Tensor) -> None:
         if not isinstance(p, DTensor):
             return super().prefetch_state(p)  # type: ignore[misc]
-        from bitsandbytes.functional import prefetch_tensor
+        from hf_fsdp_recipes.upstream.bitsandbytes_internals import prefetch_tensor
 
         for value in self.state[p].values():
             if getattr(value, "is_paged", False):

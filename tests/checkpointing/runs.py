@@ -138,7 +138,8 @@ def train(output, *, stock=False, resume=True, callback=None, prepare=None, **op
     callback, `callback` holds its arguments, `prepare` is called with the trainer and may append to
     `trainer.notes`, `options` are those of `make_trainer`.
     """
-    from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint, patches
+    from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint
+    from hf_fsdp_recipes.upstream import patches
 
     patches.enable_cpu_ranks()
     warnings = collect_warnings()

@@ -22,7 +22,8 @@ def _round_trips(auto_class, types, folder):
     """
     from accelerate.state import AcceleratorState, PartialState
 
-    from hf_fsdp_recipes import distributed, patches
+    from hf_fsdp_recipes import distributed
+    from hf_fsdp_recipes.upstream import patches
 
     patches.enable_cpu_ranks()
     results = {}

@@ -265,7 +265,8 @@ def _new_head(model, data, output, loader):
         set_seed,
     )
 
-    from hf_fsdp_recipes import load_model, patches
+    from hf_fsdp_recipes import load_model
+    from hf_fsdp_recipes.upstream import patches
 
     patches.enable_cpu_ranks()
     args = TrainingArguments(
@@ -482,7 +483,7 @@ def _find_replacements():
     import accelerate.utils.fsdp_utils
     import transformers
 
-    from hf_fsdp_recipes import patches
+    from hf_fsdp_recipes.upstream import patches
 
     owners = (
         accelerate.accelerator,
@@ -511,7 +512,8 @@ def _train_dpo(directory, data, output, is_sharded):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    from hf_fsdp_recipes import load_model, patches
+    from hf_fsdp_recipes import load_model
+    from hf_fsdp_recipes.upstream import patches
 
     patches.enable_cpu_ranks()
     args = DPOConfig(

@@ -53,7 +53,7 @@ def _train_past_the_patch(model, data, output):
     trainer = build(str(model), str(data), str(output))
     from accelerate import accelerator
 
-    from hf_fsdp_recipes.patches import MARK
+    from hf_fsdp_recipes.upstream.patches import MARK
 
     accelerator.fsdp2_prepare_model = getattr(accelerator.fsdp2_prepare_model, MARK)
     trainer.train()
@@ -110,7 +110,7 @@ def test_an_accelerator_that_came_too_early_is_one_error(tiny_model, tmp_path):
 
 
 def _enable_cpu_ranks_twice():
-    from hf_fsdp_recipes import patches
+    from hf_fsdp_recipes.upstream import patches
 
     os.environ.pop("ACCELERATE_USE_CPU", None)  # as with a template for GPUs
     patches.enable_cpu_ranks()

@@ -29,7 +29,7 @@ def build(
     **sft_arguments: Any,
 ) -> Any:
     """Build an SFTTrainer; `loader` is stock (from_pretrained), rank0 or direct."""
-    from hf_fsdp_recipes import patches
+    from hf_fsdp_recipes.upstream import patches
 
     patches.enable_cpu_ranks()
     from datasets import load_dataset

@@ -23,7 +23,7 @@ CASES = {
 
 
 def _run_trl(arguments):
-    from hf_fsdp_recipes import patches
+    from hf_fsdp_recipes.upstream import patches
 
     patches.enable_cpu_ranks()  # stock Accelerate ignores FSDP on CPU ranks
     sys.argv = [

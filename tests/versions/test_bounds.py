@@ -6,10 +6,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from hf_fsdp_recipes import patches
+from hf_fsdp_recipes.upstream.versions import TESTED
 from tests.versions.run import PACKAGES, ROOT
-
-PATCHES = [value for value in vars(patches).values() if isinstance(value, patches.Patch)]
 
 
 def read_versions(name):

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from accelerate.commands.launch import _validate_launch_command
-from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_fsdp_recipes.errors import ToolError, describe
 from hf_fsdp_recipes.tools.files import find_file
 from hf_fsdp_recipes.tools.launch import parse_launch
 from hf_fsdp_recipes.training.arguments import Arguments, parse_arguments
+from hf_fsdp_recipes.upstream.accelerate_internals import (
+    prepare_multi_gpu_env,
+    validate_launch_command,
+)
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
@@ -58,7 +60,7 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
         RecipeError: a file does not exist or cannot be read, an option is unknown, or the template is not for FSDP2.
     """
     options = ["--main_process_port", "0", *options]
-    launch, _, _ = _validate_launch_command(
+    launch, _, _ = validate_launch_command(
         parse_launch(Path("sft.py"), find_file("template", template), options)
     )
     environment = {

@@ -19,25 +19,35 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 from peft import get_peft_model
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import PreTrainedConfig, masking_utils
-from transformers.integrations import moe
+from transformers import PreTrainedConfig
 from trl import get_peft_config
-from trl.kernels import chunked_logprob
-from trl.trainer.utils import add_fused_lm_head
 
-from hf_fsdp_recipes import patches
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.loading.load_model import build_on_meta, take_quantizer
 from hf_fsdp_recipes.metrics.flops import find_model_flops
 from hf_fsdp_recipes.tools.plan.job import Job
 from hf_fsdp_recipes.training.adjustments import gather_units_once
 from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
+from hf_fsdp_recipes.upstream.patches import LOADER, apply_for_loading
+from hf_fsdp_recipes.upstream.planner_internals import (
+    MODULE_TRACKER,
+    MULTIPLY_GROUPS,
+    NEEDS_NO_MASK,
+    READ_VALUE,
+    TILES,
+    FakeStore,
+    FakeTensorMode,
+    MemoryKind,
+    MemTracker,
+    active_fake_mode,
+    add_fused_lm_head,
+    chunked_logprob,
+    fsdp2_apply_ac,
+    fsdp2_prepare_model,
+    masking_utils,
+    moe,
+)
 
 # {part of the optimizer's name: number of its state tensors for each trained parameter}
 NUM_STATES = {"sgd": 0, "lion": 1, "rmsprop": 1, "adamw": 2}
@@ -46,11 +56,11 @@ SCALE_BYTES = {
     True: 1 / 64 + 4 / (64 * 256),
 }  # bytes per value; True: scales are quantized too
 KINDS = {  # {torch's kind of memory: name in the plan}
-    _MemRefType.PARAM: "parameters",
-    _MemRefType.BUFFER: "parameters",
-    _MemRefType.OTH: "parameters",  # buffers, if the parameters are offloaded
-    _MemRefType.ACT: "forward pass: activations, gathered units",
-    _MemRefType.TEMP: "backward pass: gradients, gathered units, temporary tensors",
+    MemoryKind.PARAM: "parameters",
+    MemoryKind.BUFFER: "parameters",
+    MemoryKind.OTH: "parameters",  # buffers, if the parameters are offloaded
+    MemoryKind.ACT: "forward pass: activations, gathered units",
+    MemoryKind.TEMP: "backward pass: gradients, gathered units, temporary tensors",
 }
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -164,10 +174,8 @@ def _shard(model: Any, mesh: Any, job: Job) -> Any:
         is_main_process=False,
         device=torch.device("cpu"),
     )
-    patches.apply_for_loading()
-    model.__dict__[patches.LOADER] = (
-        job  # SIZE_BASED_WRAP needs a model that looks like load_model's
-    )
+    apply_for_loading()
+    model.__dict__[LOADER] = job  # SIZE_BASED_WRAP needs a model that looks like load_model's
     plugin.set_auto_wrap_policy(model)
     model = fsdp2_apply_ac(accelerator, model) if plugin.activation_checkpointing else model
     gather_units_once(model)
@@ -211,10 +219,10 @@ class StepTracker(MemTracker):
     def __init__(self) -> None:
         super().__init__()
         self._mode = active_fake_mode()
-        self._mod_tracker.register_user_hooks = lambda *hooks: None
+        getattr(self, MODULE_TRACKER).register_user_hooks = lambda *hooks: None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is READ_VALUE:
             return (
                 args[0].dtype == torch.bool or 1
             )  # the model reads a value, which a fake tensor does not have
@@ -236,7 +244,7 @@ class StepTracker(MemTracker):
 def _add_optimizer(model: Any, tracker: StepTracker, job: Job) -> dict[str, int]:
     """Return the peak of any step after the first. It includes the optimizer's state and what `optimizer.step()` needs."""
     optimizer = optimizer_name(job.arguments.training)
-    shards = [one._local_tensor for one in model.parameters() if one.requires_grad]
+    shards = [one.to_local() for one in model.parameters() if one.requires_grad]
     num_states = next((number for name, number in NUM_STATES.items() if name in optimizer), 2)
     states = num_states * sum(one.nbytes for one in shards)
     resident = {"optimizer state": 0 if job.is_offloaded or "paged" in optimizer else states}
@@ -293,7 +301,7 @@ def _replace_kernels(stack: contextlib.ExitStack, job: Job) -> None:
         return is_flash or not (has_mask or (window is not None and kv_length >= window))
 
     replacements: list[tuple[Any, str, Any]] = [
-        (masking_utils, "_ignore_causal_mask_sdpa", ignore_mask),
+        (masking_utils, NEEDS_NO_MASK, ignore_mask),
         (
             masking_utils,
             "find_packed_sequence_indices",
@@ -301,7 +309,7 @@ def _replace_kernels(stack: contextlib.ExitStack, job: Job) -> None:
         ),
         (
             moe,
-            "_grouped_mm",
+            MULTIPLY_GROUPS,
             lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0],
         ),  # same shape
     ]
@@ -309,7 +317,7 @@ def _replace_kernels(stack: contextlib.ExitStack, job: Job) -> None:
         attend = torch.nn.functional.scaled_dot_product_attention
         without = lambda *args, dropout_p=0.0, **kwargs: attend(*args, **kwargs)  # noqa: E731
         replacements.append((torch.nn.functional, "scaled_dot_product_attention", without))
-        for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
+        for name in TILES:
             replacements.append((chunked_logprob, name, lambda *args, **kwargs: None))
     for owner, name, replacement in replacements:
         stack.enter_context(mock.patch.object(owner, name, replacement))

@@ -1,0 +1,67 @@
+"""Names of torch that are private or not in its documentation, and why each is needed."""
+
+import re
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem  # opens the files of a checkpoint
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # marks tensors
+from torch.distributed.launcher.api import ChildFailedError, SignalException  # how a launch fails
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef  # tells views from other tensors
+
+from hf_fsdp_recipes.upstream.versions import patch_error
+
+# The classes and functions that a pickled `.metadata` file may name. Loading these runs no code
+# from the file.
+PICKLED_IN_METADATA = {
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING",
+    "collections": "OrderedDict",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",  # Python 3.13
+}
+
+# What torch.compile, activation checkpointing and FSDP1 add to the names of tensors.
+WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+# What torch and PEFT add to the names of a model that FSDP2 shards.
+WRAPPERS_AND_ADAPTERS = re.compile(
+    r"(_checkpoint_wrapped_module|_orig_mod|base_layer)\.|"
+    r"\.(modules_to_save\.[^.]+|original_module)(?=\.)"
+)
+
+# Makes a parameter of a class without calling the class, which may take other arguments.
+make_parameter = torch.Tensor._make_subclass
+
+# Runs an operation on tensors of a subclass as if they were plain tensors.
+run_on_plain_tensors = torch._C._disabled_torch_function_impl
+
+
+def set_local_tensor(sharded: DTensor, local: torch.Tensor) -> None:
+    """Replace the tensor that a DTensor wraps.
+
+    `DTensor.from_local` would copy paged memory to the device, because it counts as CPU memory.
+    """
+    if not hasattr(sharded, "_local_tensor"):
+        raise patch_error(
+            "torch",
+            "DTensor has no _local_tensor, so this package cannot set it",
+            "optimizers of torch work without it",
+        )
+    sharded._local_tensor = local
+
+
+def make_save_planner(folder: str) -> DefaultSavePlanner:
+    """Return a planner that sends a rank's plan only when it changes. Each folder has its own."""
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    if not hasattr(planner, "_cached_plans_key"):
+        raise patch_error(
+            "torch",
+            "DefaultSavePlanner has no _cached_plans_key, so this package cannot set it",
+            "load_model and export_model work without it",
+        )
+    planner._cached_plans_key = folder
+    return planner

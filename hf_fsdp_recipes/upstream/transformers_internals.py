@@ -1,0 +1,74 @@
+"""Names of transformers that are private or not in its documentation, and why each is needed."""
+
+import copy
+
+import torch
+from accelerate import FullyShardedDataParallelPlugin
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping  # how files become weights
+from transformers.core_model_loading import (
+    WeightConverter,  # makes weights from several tensors of the files
+    WeightRenaming,  # renames a tensor of the files
+    dot_natural_key,  # the order in which a converter expects its tensors
+    rename_source_key,  # the weight to which a tensor of the files belongs
+    revert_weight_conversion,  # how weights become files again
+)
+from transformers.dynamic_module_utils import custom_object_save  # copies a model's own code
+from transformers.initialization import no_init_weights  # builds a model without random numbers
+from transformers.modeling_utils import (
+    local_torch_dtype,  # the dtype in which layers are created
+    remove_tied_weights_from_state_dict,  # which name of a tied weight is saved
+    str_to_torch_dtype,  # the dtypes of safetensors
+)
+from transformers.quantizers.auto import (
+    AutoHfQuantizer,  # the quantizer for a config
+    AutoQuantizationConfig,  # the class of a checkpoint's quantization config
+)
+
+from hf_fsdp_recipes.upstream.versions import patch_error
+
+# Names of a model's attributes and methods:
+FROM_CONFIG = "_from_config"  # builds a model; only auto classes have a public method for this
+GET_DTYPE_PLAN = "_get_dtype_plan"  # returns {pattern of names: dtype} for weights in float32
+NOT_SAVED = "_keys_to_ignore_on_save"  # names that `save_pretrained` leaves out
+CONVERSIONS = "_weight_conversions"  # how the files were converted; saving reverts it
+# Of its config:
+ATTENTION = "_attn_implementation"  # for a message
+# Of a trainer:
+GET_OUTPUT_DIR = "_get_output_dir"  # returns the directory of a run's or trial's checkpoints
+PUSH_CHECKPOINT = "_push_from_checkpoint"  # uploads a checkpoint if `hub_strategy` says so
+
+
+@torch.no_grad()
+def new_value(model: PreTrainedModel, name: str) -> torch.Tensor:
+    """Return the values that the model's `_init_weights` gives to a weight that the files lack."""
+    path, _, parameter = name.rpartition(".")
+    twin = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu", recurse=False)
+    model._init_weights(twin)
+    return twin.get_parameter(parameter).detach()
+
+
+def keep_present_units(model: PreTrainedModel) -> None:
+    """Let a model's FSDP units be only classes that it has. Accelerate refuses any others."""
+    reader = FullyShardedDataParallelPlugin.set_auto_wrap_policy.__code__
+    if "_no_split_modules" not in reader.co_names + reader.co_consts:
+        raise patch_error(
+            "accelerate",
+            "Accelerate does not read _no_split_modules, so this package cannot set it",
+            "models of from_pretrained work without it",
+        )
+    present = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = present & set(model._no_split_modules or ())
+
+
+def set_conversions(model: PreTrainedModel, conversions: list | None) -> None:
+    """Let saving and exporting a model revert these conversions, unless they are None."""
+    reader = revert_weight_conversion.__code__
+    if CONVERSIONS not in reader.co_names + reader.co_consts:
+        raise patch_error(
+            "transformers",
+            "transformers does not read _weight_conversions, so this package cannot set it",
+            "from_pretrained works without it",
+        )
+    if conversions is not None:
+        setattr(model, CONVERSIONS, conversions)

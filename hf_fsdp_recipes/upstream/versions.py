@@ -1,0 +1,15 @@
+"""The tested versions of upstream packages, and the error if one of their names has moved."""
+
+from importlib.metadata import version
+
+from hf_fsdp_recipes.errors import PatchError
+
+TESTED = {"accelerate": "1.13 to 1.15", "torch": "2.11 to 2.15", "transformers": "5.14 to 5.24"}
+
+
+def patch_error(package: str, problem: str, remains: str) -> PatchError:
+    """Return the error for a name of a package that has moved. `remains` says what still works."""
+    return PatchError(
+        f"{problem}: {package} {version(package)} is installed, {TESTED[package]} is tested. "
+        f"Install a tested version; {remains}."
+    )
