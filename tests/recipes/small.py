@@ -42,7 +42,7 @@ def environment_of(recipe: Path, name: str | None = None) -> dict[str, str]:
     """Return the variables of CPU ranks with a template, by default the one in the recipe's command."""
     name = name or command_of(recipe)[command_of(recipe).index("--accelerate_config") + 1]
     template = ROOT / "accelerate_configs" / f"{name}.yaml"
-    return template_environment(template, *ON_CPU.split(), *ranks_of(template)) | {
+    return template_environment(template, *ON_CPU, *ranks_of(template)) | {
         "ACCELERATE_USE_CPU": "true"
     }
 
