@@ -139,10 +139,10 @@ def test_a_stream_has_no_epoch_and_a_run_within_its_warm_up_no_figures(tmp_path)
     write_metrics(tmp_path / f"{FULL}_2ranks", num_steps=1)
     file = tmp_path / f"{FULL}_2ranks" / "metrics.jsonl"
     file.write_text(file.read_text().replace(', "num_rows": 1000', ""))
-    found = sweep.read_result(file.parent)
-    assert "epoch_seconds" not in found and found["step_seconds"] == 2.0
+    measured = sweep.read_result(file.parent).measured
+    assert "epoch_seconds" not in measured and measured["step_seconds"] == 2.0
     write_metrics(file.parent, is_warmup=True)
-    assert sweep.read_result(file.parent) == {"template": FULL, "ranks": 2, "status": "finished"}
+    assert sweep.read_result(file.parent) == sweep.Result(FULL, 2, "finished", measured={})
 
 
 def test_a_repeated_case_replaces_what_a_kill_left(app, tmp_path, monkeypatch):
