@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
-import typer
+from typer import Context, Option
 
 from hf_fsdp_recipes.errors import ToolError, describe
 from hf_fsdp_recipes.tools.files import find_file, read_yaml
@@ -31,14 +31,12 @@ SIZES = {  # of the tiny model; the rows have names from configs of Llama, GPT-2
 
 
 def rehearse(
-    context: typer.Context,
-    config: Annotated[str, typer.Option("--config", help="Recipe: a name or a file.")],
+    context: Context,
+    config: Annotated[str, Option("--config", help="Recipe: a name or a file.")],
     accelerate_config: Annotated[
-        str, typer.Option("--accelerate_config", help="Template for the sharding.")
+        str, Option("--accelerate_config", help="Template for the sharding.")
     ] = "cpu",
-    directory: Annotated[
-        Optional[Path], typer.Option(help="Keep the files in this directory.")
-    ] = None,
+    directory: Annotated[Optional[Path], Option(help="Keep the files in this directory.")] = None,
 ) -> None:
     """Will my recipe run to the end? Load, train, kill, resume, export and generate with a tiny model on CPU ranks.
 
