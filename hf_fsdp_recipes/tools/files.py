@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional, TypeAlias
 
-from typer import Argument, Context, Option, Typer
 import yaml
+from typer import Argument, Context, Option, Typer
 
 from hf_fsdp_recipes.errors import ToolError
 
@@ -102,7 +102,10 @@ def make_app(kind: Kind) -> Typer:
         name: Annotated[Optional[str], Argument(help="A name; default: the directory.")] = None,
     ) -> None:
         """Print a file's path, for example for `accelerate launch --config_file`."""
-        print(find_file(kind, name) if name else shipped_directory(kind))
+        if name:
+            print(find_file(kind, name))
+        else:
+            print(shipped_directory(kind))
 
     return app
 

@@ -3,17 +3,17 @@
 `hf-fsdp sft` runs it in this process, rehearsals and sweeps run it in another one.
 """
 
-import contextlib
 import math
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from time import monotonic, sleep
 from types import FrameType
 
 import psutil
@@ -28,7 +28,7 @@ from hf_fsdp_recipes.tools.files import (
     shipped_directory,
 )
 
-# Options that both the launcher and the script have. They are passed to the script, as in `trl sft`.
+# Options that both the launcher and the script have. As in `trl sft`, the script gets them.
 SHARED_OPTIONS = {"debug", "gradient_accumulation_steps"}
 # Let torchrun pass on the signal that Slurm sends before a job ends.
 # Give the ranks ten minutes to write a checkpoint.
@@ -72,7 +72,10 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
 
 
 def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
-    """Run a script on all ranks and wait. Exit with status 1 if a rank fails or a signal stops the run."""
+    """Run a script on all ranks and wait.
+
+    Exit with status 1 if a rank fails or a signal stops the run.
+    """
     from accelerate.commands.launch import launch_command
     from accelerate.utils import parse_flag_from_env
     from torch.distributed.launcher.api import ChildFailedError, SignalException
@@ -145,7 +148,7 @@ def run_recipe(
         command += [*ON_CPU, *FLOAT32]
         environment["ACCELERATE_USE_CPU"] = "true"
     signal.signal(signal.SIGTERM, _exit)  # then `finally` kills the ranks, too
-    deadline = time.monotonic() + limit_seconds
+    deadline = monotonic() + limit_seconds
     with log.open("a") as output:
         process = subprocess.Popen(
             [*command, *arguments],
@@ -155,8 +158,8 @@ def run_recipe(
             env=environment,
         )
     try:
-        while process.poll() is None and time.monotonic() < deadline and not is_done():
-            time.sleep(0.1)
+        while process.poll() is None and monotonic() < deadline and not is_done():
+            sleep(0.1)
         return process.poll()
     finally:
         kill_tree(process)
@@ -171,10 +174,10 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 
     Each rank is killed on its own, because torchrun starts them in separate sessions.
     """
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(process.pid)
         for member in [launcher, *launcher.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with suppress(psutil.NoSuchProcess):
                 member.kill()
     process.wait()
 

@@ -1,6 +1,5 @@
 """`hf-fsdp preflight`: checks, before training, whether the nodes of a job can work together."""
 
-import contextlib
 import errno
 import hashlib
 import importlib.metadata
@@ -8,11 +7,12 @@ import json
 import os
 import platform
 import socket
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import BufferedRWPair
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Annotated, Optional
 
 from typer import Context, Option
@@ -96,8 +96,11 @@ def preflight(
     """Can these nodes work together? Run this on each node with `hf-fsdp sft`'s arguments. Training
     arguments are ignored.
     """
-    template = find_file("template", accelerate_config) if accelerate_config else None
-    job = DEFAULTS | (read_yaml(template) if template else {})
+    job = dict(DEFAULTS)
+    template = None
+    if accelerate_config:
+        template = find_file("template", accelerate_config)
+        job |= read_yaml(template)
     job |= {name: value for name, value in context.params.items() if value is not None}
     job.setdefault("num_processes", job["num_machines"])
     if output_dir is None and config is not None:
@@ -107,7 +110,7 @@ def preflight(
     node = Node(job["machine_rank"], job["num_machines"], facts)
     nodes = check_nodes(node, job["main_process_ip"], job["main_process_port"], directory, timeout)
     if node.machine_rank == 0:
-        hosts = ", ".join(each.host for each in nodes)
+        hosts = ", ".join(checked.host for checked in nodes)
         found = ", ".join(f"{name} {value}" for name, value in facts.items())
         print(f"preflight passed on {hosts}: {found}", flush=True)
 
@@ -118,8 +121,8 @@ def find_facts(job: Settings, template: Path | None) -> dict[str, str]:
     facts["python"] = platform.python_version()
     facts |= {name: importlib.metadata.version(name) for name in PACKAGES}
     if template is not None:
-        digest = hashlib.sha256(template.read_bytes()).hexdigest()
-        facts["template"] = f"{template.stem} ({digest[:8]})"
+        digest = hashlib.sha256(template.read_bytes()).hexdigest()[:8]
+        facts["template"] = f"{template.stem} ({digest})"
     return facts
 
 
@@ -144,7 +147,7 @@ def check_nodes(
         raise ToolError(f"{node}: {explain(error, address, port)}") from error
     finally:
         if probe:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 probe.unlink()
     if faults:
         raise ToolError(" ".join(faults))
@@ -158,17 +161,17 @@ def judge(
 
     Send all nodes and all faults to each node, and return them.
     """
-    deadline = time.monotonic() + timeout
+    deadline = monotonic() + timeout
     nodes = [node]
     peers: list[BufferedRWPair] = []
     with listen(address, port) as server:
         while len(nodes) < node.num_machines:
-            seconds_left = deadline - time.monotonic()
+            seconds_left = deadline - monotonic()
             if seconds_left <= 0:
                 break
             server.settimeout(seconds_left)
             # Errors: nothing has connected, or what has connected is no node of this job.
-            with contextlib.suppress(OSError, ValueError):
+            with suppress(OSError, ValueError):
                 connection, _ = server.accept()
                 peer = greet(connection, ANSWER_SECONDS)
                 nodes.append(Node(**json.loads(peer.readline())))
@@ -178,7 +181,7 @@ def judge(
     if output_dir and not faults:
         faults = find_unseen(nodes, output_dir)
     for peer in peers:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             send(peer, [[asdict(each) for each in nodes], faults])
     return nodes, faults
 
@@ -201,7 +204,7 @@ def ask(node: Node, address: str, port: int, timeout: float) -> tuple[list[Node]
     Plain sockets are used, because a TCPStore has no timeout when it connects to a port of another
     program.
     """
-    deadline = time.monotonic() + timeout
+    deadline = monotonic() + timeout
     peer = None
     while peer is None:
         try:
@@ -210,9 +213,9 @@ def ask(node: Node, address: str, port: int, timeout: float) -> tuple[list[Node]
         except (socket.gaierror, PortTakenError):
             raise
         except OSError:
-            if time.monotonic() > deadline:
+            if monotonic() > deadline:
                 raise
-            time.sleep(0.2)
+            sleep(0.2)
     try:
         send(peer, asdict(node))
         nodes, faults = json.loads(peer.readline())
@@ -230,7 +233,7 @@ def greet(connection: socket.socket, timeout: float) -> BufferedRWPair:
     peer = connection.makefile("rwb")
     greeting = f"preflight {os.environ.get('SLURM_JOB_ID')}"
     answer = None
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         send(peer, greeting)
         answer = json.loads(peer.readline())
     if answer != greeting:
@@ -321,15 +324,15 @@ def write_probe(probe: Path) -> list[str]:
 
 def find_unseen(nodes: list[Node], output_dir: Path) -> list[str]:
     """Return a fault if node 0, which calls this, does not see the files of all nodes."""
-    deadline = time.monotonic() + VISIBLE_SECONDS
-    unseen = nodes
-    while unseen and time.monotonic() < deadline:
+    deadline = monotonic() + VISIBLE_SECONDS
+    while True:
         names = {file.name for file in output_dir.iterdir()}
         unseen = [node for node in nodes if node.probe_name not in names]
-        time.sleep(0.1)
-    if not unseen:
-        return []
-    return [
-        f"{nodes[0]} does not see the files of {_shorten(unseen)}. All nodes save in {output_dir}: "
-        "pass an absolute path on storage that all of them mount."
-    ]
+        if not unseen:
+            return []
+        if monotonic() > deadline:
+            return [
+                f"{nodes[0]} does not see the files of {_shorten(unseen)}. All nodes save in "
+                f"{output_dir}: pass an absolute path on storage that all of them mount."
+            ]
+        sleep(0.1)

@@ -47,6 +47,7 @@ COLUMNS = {  # {measurement without the warm-up: title and format}
     "tokens_per_second_per_device": ("tokens/s per rank", "{:,.0f}"),
     "mfu": ("MFU", "{:.1%}"),
 }
+RATES = ("tokens_per_second", "tokens_per_second_per_device", "mfu")
 EXPLANATION = (
     "Memory: largest rank, reserved by the device's allocator or, on CPU ranks, anonymous host "
     "memory at optimizer steps. Step: median after the warm-up. Epoch: steps of an epoch times the "
@@ -140,11 +141,9 @@ def read_measurements(case: Path) -> dict[str, float]:
     steps = [entry for entry in entries if "loss" in entry and not entry.get("is_warmup")]
     if not steps:
         return {}
-    measured = {"gigabytes": _peak_bytes(steps) / 1e9}
-    for name in ("tokens_per_second", "tokens_per_second_per_device", "mfu"):
-        rate = average(steps, name)
-        if rate is not None:
-            measured[name] = rate
+    rates = {name: average(steps, name) for name in RATES}
+    measured = {name: rate for name, rate in rates.items() if rate is not None}
+    measured["gigabytes"] = _peak_bytes(steps) / 1e9
     step_seconds = statistics.median(step["step_seconds"] for step in steps)
     measured["step_seconds"] = step_seconds
     start = next(entry for entry in entries if "run" in entry)
@@ -219,12 +218,12 @@ def draw_panel(axes: "Axes", name: str, results: Sequence[Result]) -> None:
     from hf_fsdp_recipes.metrics.report import style
 
     for template in dict.fromkeys(result.template for result in results):
-        known = [
-            result for result in results if result.template == template and name in result.measured
-        ]
-        ranks = [result.ranks for result in known]
-        values = [result.measured[name] for result in known]
-        axes.plot(ranks, values, "o-", label=template)
+        values = {
+            result.ranks: result.measured[name]
+            for result in results
+            if result.template == template and name in result.measured
+        }
+        axes.plot(list(values), list(values.values()), "o-", label=template)
     counts = sorted({result.ranks for result in results})
     for count in counts:
         lost = [

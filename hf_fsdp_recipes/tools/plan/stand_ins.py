@@ -1,13 +1,17 @@
-"""What the planner runs in place of bitsandbytes' layers and of some functions.
+"""What the planner uses in place of an Accelerator, of bitsandbytes' layers and of some functions.
 
 The functions differ on a GPU, or cannot run on fake tensors.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from accelerate import FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, masking_utils
 from transformers.integrations import moe
 from trl.kernels import chunked_logprob
@@ -18,7 +22,21 @@ SCALE_BYTES = 4 / 64  # of each value: a float32 for each block
 NESTED_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)  # the scales are quantized, too
 
 
-class PackedLinear(torch.nn.Linear):
+def stand_in_for_accelerator(
+    plugin: FullyShardedDataParallelPlugin, mesh: DeviceMesh, mixed_precision: str
+) -> SimpleNamespace:
+    """Return what Accelerate's functions for FSDP2 read of an Accelerator."""
+    return SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
+        mixed_precision=mixed_precision,
+        is_main_process=False,
+        device=torch.device("cpu"),
+    )
+
+
+class PackedLinear(nn.Linear):
     """A linear layer with a weight in 4 bits, like bitsandbytes' Linear4bit. It has no data.
 
     Args:
@@ -27,26 +45,26 @@ class PackedLinear(torch.nn.Linear):
         is_nested: whether the scales are quantized, too. Every rank has all scales.
     """
 
-    scales: torch.Tensor
-
-    def __init__(self, linear: torch.nn.Linear, dtype: torch.dtype, is_nested: bool) -> None:
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype, is_nested: bool) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        num_values = self.weight.numel()
+        num_values = linear.weight.numel()
         packed = torch.empty(num_values // (2 * dtype.itemsize), 1, dtype=dtype, device="meta")
-        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+        self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
-        scale_bytes = NESTED_SCALE_BYTES if is_nested else SCALE_BYTES
-        scales = torch.empty(round(num_values * scale_bytes), dtype=torch.uint8, device="meta")
+        if is_nested:
+            scale_bytes = round(num_values * NESTED_SCALE_BYTES)
+        else:
+            scale_bytes = round(num_values * SCALE_BYTES)
+        scales = torch.empty(scale_bytes, dtype=torch.uint8, device="meta")
         self.register_buffer("scales", scales, persistent=False)
-        self.stored_dtype = dtype
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: Tensor) -> Tensor:
         """Unpack the weight and multiply rows by it. In the backward pass, unpack it again."""
 
-        def unpack(_: object = None) -> torch.Tensor:
+        def unpack(_: object = None) -> Tensor:
             return self.weight.new_empty(self.out_features, self.in_features).t()
 
-        rows = rows.to(self.stored_dtype)
+        rows = rows.to(self.weight.dtype)
         with torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack):
             return rows @ unpack()
 
@@ -55,7 +73,7 @@ def pack_linears(model: PreTrainedModel, dtype: torch.dtype, is_nested: bool) ->
     """Pack the weights of linear layers, except the head, into 4 bits."""
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
-        if isinstance(module, torch.nn.Linear) and module is not head:
+        if isinstance(module, nn.Linear) and module is not head:
             model.set_submodule(name, PackedLinear(module, dtype, is_nested))
 
 
@@ -87,14 +105,21 @@ def _replacements(job: Job) -> Iterator[tuple[object, str, Callable[..., object]
         return is_flash or not (has_mask or is_windowed)
 
     yield masking_utils, "_ignore_causal_mask_sdpa", ignore_mask
-    find_packed = lambda position_ids: position_ids if has_mask else None  # noqa: E731
+
+    def find_packed(position_ids: Tensor) -> Tensor | None:
+        return position_ids if has_mask else None
+
     yield masking_utils, "find_packed_sequence_indices", find_packed
     # The result has the same shape as that of the real function.
     yield moe, "_grouped_mm", lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0]
-    if not job.on_cpu:
-        # On GPUs, attention kernels have dropout, and Triton kernels work in place.
-        attend = torch.nn.functional.scaled_dot_product_attention
-        without_dropout = lambda *args, dropout_p=0.0, **kwargs: attend(*args, **kwargs)  # noqa: E731
-        yield torch.nn.functional, "scaled_dot_product_attention", without_dropout
-        for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
-            yield chunked_logprob, name, lambda *args, **kwargs: None
+    if job.on_cpu:
+        return
+    attend: Callable[..., Tensor] = nn.functional.scaled_dot_product_attention
+
+    def attend_without_dropout(*args: object, dropout_p: float = 0.0, **kwargs: object) -> Tensor:
+        return attend(*args, **kwargs)
+
+    # On GPUs, attention kernels have dropout, and Triton kernels work in place.
+    yield nn.functional, "scaled_dot_product_attention", attend_without_dropout
+    for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
+        yield chunked_logprob, name, lambda *args, **kwargs: None

@@ -10,7 +10,6 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -20,13 +19,14 @@ import transformers
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 from peft import get_peft_model
+from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed._tools.mod_tracker import ModTracker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import get_peft_config
 from trl.trainer.utils import add_fused_lm_head
@@ -36,7 +36,11 @@ from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.loading.load_model import build_on_meta, take_quantizer
 from hf_fsdp_recipes.metrics.flops import find_model_flops
 from hf_fsdp_recipes.tools.plan.job import Job
-from hf_fsdp_recipes.tools.plan.stand_ins import pack_linears, replaced_functions
+from hf_fsdp_recipes.tools.plan.stand_ins import (
+    pack_linears,
+    replaced_functions,
+    stand_in_for_accelerator,
+)
 from hf_fsdp_recipes.training.adjustments import gather_units_once
 from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
 
@@ -138,7 +142,7 @@ def _build_base(config: PreTrainedConfig, job: Job) -> PreTrainedModel:
     config.use_cache = False
     take_quantizer(config)
     architecture = (config.architectures or [""])[0]
-    auto_class = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+    auto_class = getattr(transformers, architecture, AutoModelForCausalLM)
     dtype = getattr(torch, str(chosen.dtype), None) or config.dtype or torch.float32
     assert isinstance(dtype, torch.dtype)
     # Unless eager attention is chosen, the model has SDPA, if it can.
@@ -153,11 +157,11 @@ def _build_base(config: PreTrainedConfig, job: Job) -> PreTrainedModel:
     return model
 
 
-def _trained_parameters(model: torch.nn.Module) -> list[Any]:
+def _trained_parameters(model: nn.Module) -> list[Any]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _count_flops(model: torch.nn.Module, job: Job) -> int | None:
+def _count_flops(model: nn.Module, job: Job) -> int | None:
     """Return the FLOPs of a step, or None, because they are counted only for text decoders."""
     rows, length = job.shape
     rows *= job.arguments.training.gradient_accumulation_steps
@@ -179,18 +183,12 @@ def _shard(model: Any, mesh: DeviceMesh, job: Job) -> Any:
     # What would be on the host is not counted.
     plugin.cpu_offload = None
     plugin.cpu_ram_efficient_loading = False
-    accelerator = SimpleNamespace(  # has what Accelerate's functions for FSDP2 read
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh=mesh,
-        parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
-        # Adapters of 4-bit models stay in bf16.
-        mixed_precision="no" if job.arguments.model.load_in_4bit else precision,
-        is_main_process=False,
-        device=torch.device("cpu"),
-    )
+    if job.arguments.model.load_in_4bit:
+        precision = "no"  # adapters of 4-bit models stay in bf16
+    accelerator = stand_in_for_accelerator(plugin, mesh, precision)
     patches.apply_for_loading()
-    # SIZE_BASED_WRAP works only for models that have a Loader. Nothing calls this one.
-    vars(model)[patches.LOADER] = "a Loader"
+    # SIZE_BASED_WRAP works only for models that have a Loader. This one stands in; no one calls it.
+    vars(model)[patches.LOADER] = object()
     plugin.set_auto_wrap_policy(model)
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
@@ -211,18 +209,16 @@ def _run(model: Any, job: Job) -> dict[str, int]:
     ids = torch.zeros(job.shape, dtype=torch.long)
     if job.is_joined:
         ids = ids.view(1, -1)
-        inputs = {"input_ids": ids, "labels": ids, "position_ids": ids}
-    else:
-        inputs = {"input_ids": ids, "labels": ids, "attention_mask": ids}
+    rows = "position_ids" if job.is_joined else "attention_mask"
+    inputs = dict.fromkeys(("input_ids", "labels", rows), ids)
     precision = PRECISIONS.get(job.environment["ACCELERATE_MIXED_PRECISION"])
     assert isinstance(training.accelerator_config, AcceleratorConfig)
     options = training.accelerator_config.gradient_accumulation_kwargs or {}
-    # Of the micro-batches before the last one, one is enough, because all have the same peak.
-    micro_batches = ["last"] if training.gradient_accumulation_steps == 1 else ["first", "last"]
+    # One micro-batch stands for all those before the last one.
+    is_accumulated = training.gradient_accumulation_steps > 1
     with tracker:
-        for micro_batch in micro_batches:
-            is_reduced = micro_batch == "last" or options.get("sync_each_batch", False)
-            model.set_requires_gradient_sync(is_reduced)
+        for is_last in [False, True] if is_accumulated else [True]:
+            model.set_requires_gradient_sync(is_last or options.get("sync_each_batch", False))
             with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
                 # Like Trainer, keep no outputs.
                 loss = -model(**inputs, fused_lm_head=True).log_probs.sum()
@@ -230,7 +226,7 @@ def _run(model: Any, job: Job) -> dict[str, int]:
     return _add_optimizer(model, tracker, job)
 
 
-def _move_gradient_to_host(parameter: torch.Tensor) -> None:
+def _move_gradient_to_host(parameter: Tensor) -> None:
     parameter.grad = None  # what is on the host is not counted
 
 
