@@ -47,7 +47,6 @@ COLUMNS = {  # {measurement without the warm-up: title and format}
     "tokens_per_second_per_device": ("tokens/s per rank", "{:,.0f}"),
     "mfu": ("MFU", "{:.1%}"),
 }
-RATES = ("tokens_per_second", "tokens_per_second_per_device", "mfu")
 EXPLANATION = (
     "Memory: largest rank, reserved by the device's allocator or, on CPU ranks, anonymous host "
     "memory at optimizer steps. Step: median after the warm-up. Epoch: steps of an epoch times the "
@@ -141,7 +140,7 @@ def read_measurements(case: Path) -> dict[str, float]:
     steps = [entry for entry in entries if "loss" in entry and not entry.get("is_warmup")]
     if not steps:
         return {}
-    rates = {name: average(steps, name) for name in RATES}
+    rates = {name: average(steps, name) for name in COLUMNS}
     measured = {name: rate for name, rate in rates.items() if rate is not None}
     measured["gigabytes"] = _peak_bytes(steps) / 1e9
     step_seconds = statistics.median(step["step_seconds"] for step in steps)

@@ -96,11 +96,10 @@ def measure_step(config: PreTrainedConfig, job: Job) -> StepMemory:
 
 
 def _make_mesh(job: Job) -> DeviceMesh:
-    num_shards = job.num_ranks // job.num_replicas
-    if job.num_replicas == 1:
-        return dist.init_device_mesh("cpu", (num_shards,), mesh_dim_names=("shard",))
-    sizes = (job.num_replicas, num_shards)
-    return dist.init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    sizes = {"shard": job.num_ranks // job.num_replicas}
+    if job.num_replicas > 1:
+        sizes = {"replicate": job.num_replicas, **sizes}
+    return dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _build(config: PreTrainedConfig, job: Job) -> Any:
@@ -279,8 +278,8 @@ def _add_optimizer(model: Any, tracker: StepTracker, job: Job) -> dict[str, int]
     resident = {"optimizer state": num_states * size}
     in_passes = tracker.sizes("peak") | resident
     in_update = tracker.sizes("current") | resident
-    is_multi_tensor = optimizer == "adamw_torch" and not (job.on_cpu or job.is_offloaded)
-    if is_multi_tensor:
+    if optimizer == "adamw_torch" and not (job.on_cpu or job.is_offloaded):
+        # Its multi-tensor step computes the new values of all parameters at once.
         in_update["optimizer's new values"] = size
     peak = max(in_passes, in_update, key=lambda sizes: sum(sizes.values()))
     return {name: size for name, size in peak.items() if size > 0}
