@@ -1,11 +1,12 @@
-"""FSDP recipes for Accelerate, Trainer and TRL: load without full copies, save without loss, export at disk speed.
+"""FSDP recipes for Accelerate, Trainer and TRL.
 
-`__all__` lists the public Python interface. Each name is imported on first use, so that the command line starts without
+They load without full copies, save without loss and export at disk speed. `__all__` lists the
+public Python interface. Each name is imported on first use, so that the command line starts without
 torch. Importing this package replaces no function of another package.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_fsdp_recipes.callback import ShardedCheckpointCallback as ShardedCheckpointCallback
@@ -31,7 +32,7 @@ _MODULES = {
 __all__ = [*_MODULES]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,11 +1,12 @@
 """Defines the `hf-fsdp` command. torch is imported only when a subcommand that needs it runs."""
 
+import inspect
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Optional
 
-import typer
+from typer import Argument, Option, Typer
 
 from hf_fsdp_recipes.errors import RecipeError, ToolError
 from hf_fsdp_recipes.tools.config import check
@@ -17,87 +18,85 @@ from hf_fsdp_recipes.tools.preflight import preflight
 from hf_fsdp_recipes.tools.rehearse import rehearse
 from hf_fsdp_recipes.tools.sweep import sweep
 
-PASS_ON: dict[str, Any] = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-}  # recipe fields are passed on
+# Settings of a command that passes fields of a recipe on.
+PASS_ON: dict[str, object] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-app = typer.Typer(
+app = Typer(
     help="FSDP recipes for Accelerate, Trainer and TRL.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,  # for a failed launch, torch already prints a table of the ranks' errors
-    context_settings={
-        "token_normalize_func": lambda name: name.replace("_", "-")
-    },  # so --base_model works too
+    # For a failed launch, torch already prints a table of the ranks' errors.
+    pretty_exceptions_enable=False,
+    # So --base_model works, too.
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
 )
 app.command(context_settings=PASS_ON)(sft)
-app.add_typer(recipes_app := make_app("recipe"), name="recipes")
+recipes_app = make_app("recipe")
 recipes_app.command()(copy)
-app.add_typer(config_app := make_app("template"), name="config")
+app.add_typer(recipes_app, name="recipes")
+config_app = make_app("template")
 config_app.command()(check)
-app.command(context_settings=PASS_ON)(plan)
-app.command(context_settings=PASS_ON)(preflight)
-app.command(context_settings=PASS_ON)(rehearse)
-app.command(context_settings=PASS_ON)(sweep)
+app.add_typer(config_app, name="config")
+for command_with_fields in (plan, preflight, rehearse, sweep):
+    app.command(context_settings=PASS_ON)(command_with_fields)
 
 
 @app.command()
 def checkpoints(
-    output_dir: Annotated[Path, typer.Argument(help="Output directory of a run.")],
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read every file and check its hash.")
-    ] = False,
+    output_dir: Annotated[Path, Argument(help="Output directory of a run.")],
+    verify: Annotated[bool, Option("--verify", help="Read every file and check its hash.")] = False,
 ) -> None:
-    """List a run's checkpoints. The exit status is 1 if the run cannot be resumed from any of them."""
+    """List a run's checkpoints. The exit status is 1 if the run cannot be resumed from any of
+    them.
+    """
     from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, read_manifest, step_of
     from hf_fsdp_recipes.checkpointing.resume import find_damage
 
-    usable = 0
+    num_usable = 0
     print(f"{'step':>8}  {'MB':>11}  {'ranks':>5}  state")
     for checkpoint in reversed(list_checkpoints(output_dir)):
+        files = [path for path in checkpoint.rglob("*") if path.is_file()]
+        sizes = {str(file.relative_to(checkpoint)): file.stat().st_size for file in files}
         manifest = read_manifest(checkpoint) or {}
-        sizes = {
-            str(path.relative_to(checkpoint)): path.stat().st_size
-            for path in checkpoint.rglob("*")
-            if path.is_file()
-        }
-        listed = manifest.get("files", {}).items()
-        wrong = [
-            f"{name} is missing or cut off"
-            for name, facts in listed
-            if sizes.get(name) != facts["bytes"]
-        ]
-        damage = find_damage(checkpoint) if verify or not manifest else next(iter(wrong), None)
-        usable += damage is None
+        listed = manifest.get("files", {})
+        wrong = [name for name, facts in listed.items() if sizes.get(name) != facts["bytes"]]
+        damage = None
+        if verify or not manifest:
+            damage = find_damage(checkpoint)
+        elif wrong:
+            damage = f"{wrong[0]} is missing or cut off"
+        if damage is None:
+            num_usable += 1
         ranks = manifest.get("world_size", "?")
-        print(
-            f"{step_of(checkpoint):>8}  {sum(sizes.values()) / 1e6:>11,.1f}  {ranks:>5}  {damage or 'complete'}"
-        )
-    if not usable:
+        megabytes = sum(sizes.values()) / 1e6
+        state = damage or "complete"
+        print(f"{step_of(checkpoint):>8}  {megabytes:>11,.1f}  {ranks:>5}  {state}")
+    if not num_usable:
         raise ToolError(f"{output_dir} holds no checkpoint that a run can be resumed from.")
 
 
 @app.command()
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(help="checkpoint-<step>, or an adapter if --merge-adapter is set.")
+        Path, Argument(help="checkpoint-<step>, or an adapter if --merge-adapter is set.")
     ],
     output: Annotated[
-        Path, typer.Argument(help="Directory to write. If it exists, the next free name is used.")
+        Path, Argument(help="Directory to write. If it exists, the next free name is used.")
     ],
     base_model: Annotated[
-        Optional[str], typer.Option(help="Base model, if the checkpoint does not name it.")
+        Optional[str], Option(help="Base model, if the checkpoint does not name it.")
     ] = None,
     dtype: Annotated[
-        Optional[str], typer.Option(help="Dtype of the exported weights, such as bfloat16.")
+        Optional[str], Option(help="Dtype of the exported weights, such as bfloat16.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
+    max_shard_size: Annotated[str, Option(help="Largest size of a file.")] = "5GB",
     merge_adapter: Annotated[
-        bool, typer.Option("--merge-adapter", help="Merge LoRA into the base model.")
+        bool, Option("--merge-adapter", help="Merge LoRA into the base model.")
     ] = False,
 ) -> None:
-    """Convert a checkpoint to a directory for `from_pretrained` and vLLM, one tensor at a time. This needs no GPU."""
+    """Convert a checkpoint to a directory for `from_pretrained` and vLLM, one tensor at a time.
+    This needs no GPU.
+    """
     from hf_fsdp_recipes.export.export import export_checkpoint
 
     written = export_checkpoint(
@@ -117,7 +116,7 @@ app.command()(generate)
 @app.command()
 def report(
     output_dir: Annotated[
-        Path, typer.Argument(help="Output directory of a run, even of one that still trains.")
+        Path, Argument(help="Output directory of a run, even of one that still trains.")
     ],
 ) -> None:
     """Write a run's report.md and plots from its metrics.jsonl."""
@@ -128,12 +127,16 @@ def report(
 
 app.command(context_settings=PASS_ON | {"help_option_names": []})(quickstart)
 
+# Without this, the list of commands would show the line breaks of their docstrings.
+for command in (*app.registered_commands, *recipes_app.registered_commands):
+    paragraph = (inspect.getdoc(command.callback) or "").partition("\n\n")[0]
+    command.short_help = paragraph.replace("\n", " ")
+
 
 def main() -> None:
     """Run the command. A RecipeError is printed as one line on stderr, and the exit status is 1."""
-    logging.getLogger("bitsandbytes").setLevel(
-        logging.ERROR
-    )  # it warns that 4-bit kernels for the CPU are missing
+    # bitsandbytes warns that 4-bit kernels for the CPU are missing.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         app()
     except RecipeError as error:

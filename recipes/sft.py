@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes import distributed, patches
 from hf_fsdp_recipes.errors import CheckpointError, RecipeError, describe
 from hf_fsdp_recipes.training.arguments import Arguments, parse_arguments
 from hf_fsdp_recipes.training.checks import check_arguments, check_targets
 from hf_fsdp_recipes.training.rows import read_rows
-from hf_fsdp_recipes.upstream import patches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -61,7 +61,7 @@ def find_uses(source: str) -> list[tuple[int, str]]:
         elif isinstance(node, ast.keyword):
             names = [node.arg or ""]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
-            names = in_text(node.value)
+            names = [name for name in in_text(node.value) if name not in own]
         else:
             continue
         line = getattr(node, "lineno", 0)

@@ -28,9 +28,9 @@ def redirected(trainer: Trainer, directory: Path) -> Iterator[dict[str, State]]:
     plugin = trainer.accelerator.state.fsdp_plugin
     is_sharded = plugin.state_dict_type.name == "SHARDED_STATE_DICT"
     with (
-        swapped(trainer, "_get_output_dir", lambda trial: str(directory)),
+        swapped(trainer, GET_OUTPUT_DIR, lambda trial: str(directory)),
         # The push follows when the checkpoint is complete.
-        swapped(trainer, "_push_from_checkpoint", lambda folder: None),
+        swapped(trainer, PUSH_CHECKPOINT, lambda folder: None),
         swapped(dcp, "save", record),
         contextlib.ExitStack() as stack,
     ):

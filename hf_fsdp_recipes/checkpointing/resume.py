@@ -11,39 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, read_manifest
 from hf_fsdp_recipes.checkpointing.hashing import read_facts
 from hf_fsdp_recipes.errors import CheckpointError, describe
-from hf_fsdp_recipes.upstream.torch_internals import PICKLED_IN_METADATA, TensorStorageMetadata
+from hf_fsdp_recipes.upstream.torch_internals import (
+    PICKLED_IN_METADATA,
+    Metadata,
+    TensorStorageMetadata,
+)
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
-
-# The classes and functions that a pickled `.metadata` file may name. Loading these runs no code
-# from the file.
-_ALLOWED = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},  # Python 3.13
-}
 
 
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
@@ -171,7 +153,7 @@ def _check_entries(directory: Path, metadata: Metadata) -> None:
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _ALLOWED.get(module, ()):
+        if is_dtype or name in PICKLED_IN_METADATA.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
             f"it refers to {module}.{name}, which torch does not write there"

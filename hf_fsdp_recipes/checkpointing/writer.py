@@ -158,10 +158,7 @@ class Writer:
     def _write_part(self, folder: Path, state: State) -> dict[str, FileFacts]:
         """Write one part of the sharded state. Return size and hash of this rank's files."""
         writer = HashingWriter(folder)
-        # A rank sends its plan only when it changes.
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-        # Otherwise, all folders would share one cached plan.
-        planner._cached_plans_key = folder.name
+        planner = make_save_planner(folder.name)
         try:
             # The manifest's hashes replace the CRC. `patch` exists only at run time.
             with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]

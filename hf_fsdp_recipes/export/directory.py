@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import sync
 from hf_fsdp_recipes.export.files import PathLike
+from hf_fsdp_recipes.upstream.transformers_internals import custom_object_save
 
 
 class Processor(Protocol):

@@ -13,7 +13,6 @@ from typing import cast
 import torch
 from peft import PeftConfig, PeftModel
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import list_checkpoints
@@ -23,9 +22,8 @@ from hf_fsdp_recipes.export.files import PathLike
 from hf_fsdp_recipes.export.sources import Sources
 from hf_fsdp_recipes.export.steps import Plan, copy_step, plan_in_file_format
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
-from hf_fsdp_recipes.upstream.torch_internals import StorageWeakRef
 from hf_fsdp_recipes.upstream.transformers_internals import (
-    NOT_SAVED,
+    names_not_saved,
     remove_tied_weights_from_state_dict,
 )
 
@@ -214,7 +212,7 @@ def _plan_full(
 
     `owner` knows which weights are tied, and may be `shell` itself.
     """
-    ignored = set(shell._keys_to_ignore_on_save or ())
+    ignored = names_not_saved(shell)
     state = shell.state_dict()
     for name in ignored:
         state.pop(name, None)

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards_factory
 from peft import PeftModel
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -19,6 +18,7 @@ from hf_fsdp_recipes.export import directory, shells
 from hf_fsdp_recipes.export.files import FileWriter, PathLike, check_finite
 from hf_fsdp_recipes.export.sources import Sources, on_meta
 from hf_fsdp_recipes.export.steps import Plan, Step
+from hf_fsdp_recipes.upstream.torch_internals import StorageWeakRef
 
 
 def write_adapter(

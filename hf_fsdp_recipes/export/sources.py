@@ -4,7 +4,6 @@ DCP is torch's Distributed Checkpoint.
 """
 
 import functools
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_fsdp_recipes import distributed
@@ -22,9 +20,7 @@ from hf_fsdp_recipes.checkpointing.resume import check_pickles, find_damage
 from hf_fsdp_recipes.errors import ExportError, describe
 from hf_fsdp_recipes.export.files import DTYPES
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
-
-# Names of wrapper modules, which the exported files do not have.
-_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS, Metadata, TensorStorageMetadata
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Sour
     for name, value in state.items():
         if isinstance(value, Tensor):  # bitsandbytes also stores strings
             meta = on_meta(value, dtype)
-            sources[_WRAPPERS.sub("", name)] = Source(
+            sources[WRAPPERS.sub("", name)] = Source(
                 meta,
                 read=functools.partial(_gather, value, meta.dtype),
                 is_collective=isinstance(value, DTensor),
@@ -201,7 +197,7 @@ def from_checkpoint(directory: Path) -> Sources:
     sources = {}
     for key, entry in tensors.items():
         if key.startswith(prefix):
-            name = _WRAPPERS.sub("", key.removeprefix(prefix))
+            name = WRAPPERS.sub("", key.removeprefix(prefix))
             meta = torch.empty(
                 entry.size,
                 dtype=entry.properties.dtype,

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.files import Tensors
 from hf_fsdp_recipes.export.sources import Source, Sources, on_meta
+from hf_fsdp_recipes.upstream.transformers_internals import revert_weight_conversion
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.state import AcceleratorState, is_initialized
+from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -20,6 +20,8 @@ from transformers.quantizers.base import HfQuantizer
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.placeholder import shared_nan
+from hf_fsdp_recipes.upstream.accelerate_internals import is_initialized
+from hf_fsdp_recipes.upstream.transformers_internals import AutoHfQuantizer, local_torch_dtype
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit

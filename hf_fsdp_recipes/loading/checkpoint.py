@@ -16,20 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    dot_natural_key,
-    rename_source_key,
-)
 from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes.errors import LoadError, describe
 from hf_fsdp_recipes.upstream.transformers_internals import (
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     dot_natural_key,
     get_model_conversion_mapping,
     new_value,
@@ -281,19 +274,6 @@ class Checkpoint:
         `...` stands for all rows.
         """
         return self.slice_of(entry.keys[0])[rows]
-
-
-@torch.no_grad()
-def new_value(model: PreTrainedModel, name: str) -> Tensor:
-    """Return the values that the model's own `_init_weights` gives to a weight.
-
-    The checkpoint lacks this weight.
-    """
-    path, _, parameter = name.rpartition(".")
-    twin = copy.deepcopy(model.get_submodule(path))
-    twin.to_empty(device="cpu", recurse=False)
-    model._init_weights(twin)
-    return twin.get_parameter(parameter).detach()
 
 
 def some(names: list[str]) -> str:

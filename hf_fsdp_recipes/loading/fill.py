@@ -18,11 +18,8 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError, describe
 from hf_fsdp_recipes.loading.bnb_4bit import Layers
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry, Weights
+from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS_AND_ADAPTERS
 
-WRAPPERS = re.compile(
-    r"(_checkpoint_wrapped_module|_orig_mod|base_layer)\."
-    r"|\.(modules_to_save\.[^.]+|original_module)(?=\.)"
-)
 NUM_READERS = 4  # rank 0's reading threads; a disk is faster if it gets several requests at once
 READ_AHEAD_BYTES = 1024**3  # maximum of what rank 0 reads ahead; a larger weight is still read
 NUM_IN_FLIGHT = 2  # maximum number of weights that are sent at the same time
@@ -34,7 +31,7 @@ Tensors = dict[str, list[Tensor]]
 
 def name_in_base_model(name: str) -> str:
     """Return a tensor's name without what PEFT, activation checkpointing and torch.compile add."""
-    return WRAPPERS.sub("", name).removeprefix("base_model.model.")
+    return WRAPPERS_AND_ADAPTERS.sub("", name).removeprefix("base_model.model.")
 
 
 def allocate(model: Module, device: torch.device) -> Tensors:

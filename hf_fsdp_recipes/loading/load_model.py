@@ -28,12 +28,12 @@ from hf_fsdp_recipes.loading.loader import Loader
 from hf_fsdp_recipes.loading.placeholder import insert_placeholders
 from hf_fsdp_recipes.upstream import patches
 from hf_fsdp_recipes.upstream.transformers_internals import (
-    FROM_CONFIG,
-    GET_DTYPE_PLAN,
     AutoHfQuantizer,
     AutoQuantizationConfig,
+    get_builder,
     keep_present_units,
     no_init_weights,
+    plan_dtypes,
     set_conversions,
 )
 
@@ -122,8 +122,7 @@ def prepare_model(
     if found.generation_config is not None:
         model.generation_config = found.generation_config
     entries, conversions = distributed.run_on_main(lambda: checkpoint.plan(model))
-    if conversions is not None:
-        model._weight_conversions = conversions  # type: ignore[assignment]  # has no declared type
+    set_conversions(model, conversions)
     layers: Layers = {}
     if quantization_config is not None:
         layers = pack_weights(model, quantization_config, dtype)
@@ -254,7 +253,7 @@ def build_on_meta(
     """Return a model with meta parameters and real buffers, in evaluation mode."""
     build = getattr(auto_class, "from_config", None)
     if build is None:  # `auto_class` is one model's class, which takes no trust_remote_code
-        build = auto_class._from_config
+        build = get_builder(auto_class)
         kwargs = kwargs.copy()
         kwargs.pop("trust_remote_code", None)
     try:
@@ -265,13 +264,9 @@ def build_on_meta(
     model.tie_weights()  # init_empty_weights unties the weights
     stored = model.state_dict().keys()
     # Some model classes keep some weights in float32.
-    for pattern, kept_dtype in model._get_dtype_plan(dtype).items():
+    for pattern, kept_dtype in plan_dtypes(model, dtype).items():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in stored and re.search(pattern.replace("*", ".*"), name):
                 tensor.data = tensor.data.to(kept_dtype)
-    # Accelerate raises an error if `_no_split_modules` names a class of which the model has no
-    # module.
-    model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(
-        model._no_split_modules or ()
-    )
+    keep_present_units(model)
     return model.eval()

@@ -44,13 +44,13 @@ class Loader:
 
     def attach(self) -> None:
         """Become an attribute of the model. Running or saving the model then raises an error."""
-        self.model.__dict__[patches.LOADER] = self
+        self.model.__dict__[LOADER] = self
         self.model.__dict__["save_pretrained"] = _refuse
         self.guards.append(self.model.register_forward_pre_hook(_refuse))
 
     def detach(self) -> None:
         """Undo `attach`."""
-        del self.model.__dict__[patches.LOADER]
+        del self.model.__dict__[LOADER]
         del self.model.__dict__["save_pretrained"]
         self.guards.pop().remove()
 

@@ -44,7 +44,7 @@ class Placeholder(Parameter):
     def __new__(cls, like: Tensor) -> "Placeholder":
         """Return a placeholder for a tensor on any device."""
         values = shared_nan(like.shape, like.dtype)
-        return Tensor._make_subclass(cls, values, like.requires_grad)
+        return make_parameter(cls, values, like.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Placeholder":
         """Return another placeholder. Torch's default copy would allocate the full tensor."""
@@ -71,7 +71,7 @@ class Placeholder(Parameter):
             is_cast = isinstance(args[1], torch.dtype)
         if is_cast:
             raise LoadError(READ_TOO_EARLY)
-        return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
+        return run_on_plain_tensors(function, types, args, kwargs or {})
 
 
 def shared_nan(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -104,6 +104,6 @@ def move_to_meta(model: Module) -> None:
         if is_placeholder(parameter):
             meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             cls = Parameter if isinstance(parameter, Placeholder) else type(parameter)
-            new = Tensor._make_subclass(cls, meta, parameter.requires_grad)
+            new = make_parameter(cls, meta, parameter.requires_grad)
             new.__dict__.update(parameter.__dict__)
             torch.utils.swap_tensors(parameter, new)

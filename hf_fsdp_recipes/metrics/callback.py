@@ -278,7 +278,7 @@ def _describe_run(
 ) -> Entry:
     """Return the entry that is written to metrics.jsonl each time the run starts or resumes."""
     config = getattr(model, "config", None)
-    model_name = Path(getattr(config, "_name_or_path", "") or type(model).__name__).name
+    model_name = Path(getattr(config, "name_or_path", "") or type(model).__name__).name
     precision = str(AcceleratorState().mixed_precision)
     if precision == "no":
         precision = str(next(model.parameters()).dtype)

@@ -184,7 +184,7 @@ def _plotted(entry: Entry, name: str) -> float:
     """Return seconds per step of a phase, the largest rank's bytes in GB, or the value itself."""
     if name in PHASES:
         return entry["seconds"][name] / entry["num_steps"]
-    if name.endswith("_bytes"):
+    if name.endswith("bytes"):
         return max(entry[name]) / 1e9
     return entry[name]
 

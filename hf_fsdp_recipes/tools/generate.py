@@ -4,21 +4,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from hf_fsdp_recipes.errors import ToolError, describe
 
 
 def generate(
     model: Annotated[
-        Path, typer.Argument(help="Directory of a model or an adapter, such as runs/first/export.")
+        Path, Argument(help="Directory of a model or an adapter, such as runs/first/export.")
     ],
-    prompt: Annotated[str, typer.Option(help="The prompt.")],
+    prompt: Annotated[str, Option(help="The prompt.")],
     chat: Annotated[
-        bool, typer.Option("--chat", help="Format the prompt with the model's chat template.")
+        bool, Option("--chat", help="Format the prompt with the model's chat template.")
     ] = False,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of tokens to generate.")
+        int, Option(min=1, help="Maximum number of tokens to generate.")
     ] = 200,
 ) -> None:
     """Continue a prompt greedily with an exported model or adapter."""
@@ -28,10 +28,14 @@ def generate(
 def complete(
     model: Path, prompts: Sequence[str], *, is_chat: bool = False, max_new_tokens: int = 200
 ) -> list[str]:
-    """Return the greedy continuation of each prompt or, with `is_chat`, the answer to it. If that fails, raise a ToolError."""
+    """Return the greedy continuation of each prompt or, with `is_chat`, the answer to it.
+
+    If that fails, raise a ToolError.
+    """
     if not any(model.glob("*.safetensors")):
         raise ToolError(
-            f"{model} is no directory with exported weights. Name an export, such as runs/first/export."
+            f"{model} is no directory with exported weights. Name an export, such as "
+            "runs/first/export."
         )
     from transformers import logging, pipeline
 
@@ -40,12 +44,16 @@ def complete(
     inputs = [[{"role": "user", "content": prompt}] if is_chat else prompt for prompt in prompts]
     try:
         generator = pipeline("text-generation", str(model), batch_size=len(prompts))
-        generator.tokenizer.pad_token = (
-            generator.tokenizer.pad_token or generator.tokenizer.eos_token
-        )
-        found = generator(
-            inputs, max_new_tokens=max_new_tokens, do_sample=False, return_full_text=False
+        tokenizer = generator.tokenizer
+        assert tokenizer is not None  # a pipeline for text always has one
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        # Upstream's annotations know either chats or texts, and the chats only of other types.
+        outputs = generator(
+            inputs,  # type: ignore[arg-type]
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            return_full_text=False,
         )
     except (OSError, ValueError) as error:
         raise ToolError(f"{model} cannot generate: {describe(error)}") from error
-    return [output["generated_text"].strip() for [output] in found]
+    return [output["generated_text"].strip() for [output] in outputs]

@@ -1,27 +1,37 @@
-"""Runs the recipe script on all ranks: in this process for `hf-fsdp sft`, in another one for rehearsals and sweeps."""
+"""Runs the recipe script on all ranks.
 
-import contextlib
+`hf-fsdp sft` runs it in this process, rehearsals and sweeps run it in another one.
+"""
+
 import math
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from time import monotonic, sleep
+from types import FrameType
 
 import psutil
-import typer
+from typer import Context
 
 from hf_fsdp_recipes.errors import ToolError, describe
-from hf_fsdp_recipes.tools.files import find_file, read_yaml, shipped_directory
+from hf_fsdp_recipes.tools.files import (
+    RecipeOption,
+    TemplateOption,
+    find_file,
+    read_yaml,
+    shipped_directory,
+)
 
-# Options that both the launcher and the script have. They are passed to the script, as in `trl sft`.
+# Options that both the launcher and the script have. As in `trl sft`, the script gets them.
 SHARED_OPTIONS = {"debug", "gradient_accumulation_steps"}
-# Let torchrun pass on the signal that Slurm sends before a job ends. Give the ranks ten minutes to write a checkpoint.
+# Let torchrun pass on the signal that Slurm sends before a job ends.
+# Give the ranks ten minutes to write a checkpoint.
 PREEMPTION = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
@@ -29,33 +39,32 @@ PREEMPTION = {
 CPU_ENVIRONMENT = {
     "ACCELERATE_USE_CPU": "true",  # with FSDP, the launcher does not pass on use_cpu
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    # Return freed memory to the system at once. By default, glibc keeps freed blocks of up to 32 MB, such as those of FSDP
-    # units, so the memory peak would hardly fall as ranks are added. Source: mallopt(3).
+    # Return freed memory to the system at once. By default, glibc keeps freed blocks of up to
+    # 32 MB, such as those of FSDP units, so the memory peak would hardly fall as ranks are added.
+    # Source: mallopt(3).
     "MALLOC_MMAP_THRESHOLD_": "1048576",
 }
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)", re.MULTILINE)
-# Options of the launcher that replace a template's values for GPUs, and fields of the recipe that go with them.
-ON_CPU = "--num_machines=1 --machine_rank=0 --main_process_ip=127.0.0.1 --mixed_precision=no --dynamo_backend=no"
+# Words of the launcher's summary, and of ranks that lost another rank.
+NOT_THE_CAUSE = ("ChildFailedError", "by peer")
+# Options of the launcher that replace a template's values for GPUs.
+ON_CPU = [
+    "--num_machines=1",
+    "--machine_rank=0",
+    "--main_process_ip=127.0.0.1",
+    "--mixed_precision=no",
+    "--dynamo_backend=no",
+]
+# Fields of the recipe that go with them.
 FLOAT32 = ["--bf16=false", "--fp16=false"]
-NOT_THE_CAUSE = (
-    "ChildFailedError",
-    "by peer",
-)  # words of the launcher's summary, and of ranks that lost another
 
 
-def sft(
-    context: typer.Context,
-    accelerate_config: Annotated[
-        str, typer.Option("--accelerate_config", help="A template, or an Accelerate config.")
-    ],
-    config: Annotated[
-        Optional[str], typer.Option("--config", help="A shipped recipe, or a file.")
-    ] = None,
-) -> None:
+def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOption = None) -> None:
     """Fine-tune a model: all weights, LoRA or QLoRA.
 
-    Options of `accelerate launch`, such as `--num_processes 2`, and fields of the recipe, such as `--learning_rate 1e-4`, can
-    follow in any order. The fields are those of TRL's SFTConfig, ScriptArguments and ModelConfig, and those in docs/recipes.md.
+    Options of `accelerate launch`, such as `--num_processes 2`, and fields of the recipe, such as
+    `--learning_rate 1e-4`, can follow in any order. The fields are those of TRL's SFTConfig,
+    ScriptArguments and ModelConfig, and those in docs/recipes.md.
     """
     recipe = ["--config", str(find_file("recipe", config))] if config else []
     template = find_file("template", accelerate_config)
@@ -63,7 +72,10 @@ def sft(
 
 
 def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
-    """Run a script on all ranks and wait. Exit with status 1 if a rank fails or a signal stops the run."""
+    """Run a script on all ranks and wait.
+
+    Exit with status 1 if a rank fails or a signal stops the run.
+    """
     from accelerate.utils import parse_flag_from_env
 
     from hf_fsdp_recipes.upstream.accelerate_internals import launch_command
@@ -77,35 +89,38 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
         launch_command(parse_launch(script, template, arguments))
     except (TypeError, ValueError) as error:
         raise ToolError(
-            f"accelerate launch refuses {template} or an option: {describe(error)}. Run `hf-fsdp config check`."
+            f"accelerate launch refuses {template} or an option: {describe(error)}. "
+            "Run `hf-fsdp config check`."
         ) from error
-    except (
-        ChildFailedError,
-        SignalException,
-    ):  # the ranks have printed why; torch has logged which rank failed first
+    except (ChildFailedError, SignalException):
+        # The ranks have printed why; torch has logged which rank failed first.
         sys.exit(1)
 
 
 def parse_launch(script: Path, template: Path, arguments: Sequence[str]) -> Namespace:
-    """Return the parsed arguments of `accelerate launch`. `training_script_args` has the script's own arguments.
+    """Return the parsed arguments of `accelerate launch`.
 
-    Options of the launcher and of the script can be in any order. A value stays with the option before it.
+    `training_script_args` has the script's own arguments. Options of the launcher and of the script
+    can be in any order. A value stays with the option before it.
     """
     from hf_fsdp_recipes.upstream.accelerate_internals import launch_command_parser
 
     parser = launch_command_parser()
-    own = {
+    launcher_options = {
         name
         for action in parser._actions
         if action.dest not in SHARED_OPTIONS
         for name in action.option_strings
     }
-    for_launcher, for_script = list[str](), list[str]()
+    for_launcher: list[str] = []
+    for_script: list[str] = []
     target = for_script
     for argument in arguments:
         name = argument.partition("=")[0]
-        if name.startswith("--") or name in own:
-            target = for_launcher if name in own else for_script
+        if name in launcher_options:
+            target = for_launcher
+        elif name.startswith("--"):
+            target = for_script
         target.append(argument)
     return parser.parse_args(
         ["--config_file", str(template), *for_launcher, str(script), *for_script]
@@ -120,55 +135,56 @@ def run_recipe(
     limit_seconds: float = math.inf,
     on_cpu: bool = False,
 ) -> int | None:
-    """Run `hf-fsdp sft` until it ends, `is_done()` is true, or the time limit is reached. Then kill what still runs.
+    """Run `hf-fsdp sft` until it ends, `is_done()` is true, or the time limit is reached.
 
-    The command's output is appended to `log`. With `on_cpu`, the template's sharding runs on CPU ranks of this machine.
-    Returns the exit status, or None if the command was still running.
+    Then kill what still runs. The command's output is appended to `log`. With `on_cpu`, the
+    template's sharding runs on CPU ranks of this machine. Returns the exit status, or None if the
+    command was still running.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "hf_fsdp_recipes.cli",
-        "sft",
-        "--accelerate_config",
-        str(template),
-    ]
-    command += [
-        "--main_process_port",
-        "0",
-        *([*ON_CPU.split(), *FLOAT32] if on_cpu else ()),
-        *arguments,
-    ]
-    environment = os.environ | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {})
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # then `finally` kills the ranks too
-    deadline = time.monotonic() + limit_seconds
+    command = [sys.executable, "-m", "hf_fsdp_recipes.cli", "sft"]
+    command += ["--accelerate_config", str(template), "--main_process_port", "0"]
+    environment = dict(os.environ)
+    if on_cpu:
+        command += [*ON_CPU, *FLOAT32]
+        environment["ACCELERATE_USE_CPU"] = "true"
+    signal.signal(signal.SIGTERM, _exit)  # then `finally` kills the ranks, too
+    deadline = monotonic() + limit_seconds
     with log.open("a") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+            [*command, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
         )
     try:
-        while process.poll() is None and time.monotonic() < deadline and not is_done():
-            time.sleep(0.1)
+        while process.poll() is None and monotonic() < deadline and not is_done():
+            sleep(0.1)
         return process.poll()
     finally:
         kill_tree(process)
 
 
-def kill_tree(process: "subprocess.Popen[Any]") -> None:
-    """Kill the launcher and its ranks. Each rank is killed on its own, because torchrun starts them in separate sessions."""
-    with contextlib.suppress(psutil.NoSuchProcess):
+def _exit(signal_number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signal_number)
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill the launcher and its ranks.
+
+    Each rank is killed on its own, because torchrun starts them in separate sessions.
+    """
+    with suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(process.pid)
         for member in [launcher, *launcher.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with suppress(psutil.NoSuchProcess):
                 member.kill()
     process.wait()
 
 
 def find_error(log: str) -> str:
     """Return the line of a run's output that says why it failed, or an empty string."""
-    found = [
-        line for line in ERROR.findall(log) if not any(words in line for words in NOT_THE_CAUSE)
-    ]
-    return found[-1].strip() if found else ""
+    for line in reversed(ERROR.findall(log)):
+        if not any(words in line for words in NOT_THE_CAUSE):
+            return line.strip()
+    return ""

@@ -135,7 +135,7 @@ def _build_parser() -> "TrlParser":
         bf16=precision == "bf16",
         fp16=precision == "fp16",
     )
-    if patches.are_cpu_ranks_requested():
+    if are_cpu_ranks_requested():
         parser.set_defaults(use_cpu=True, dataloader_pin_memory=False)
     return parser
 

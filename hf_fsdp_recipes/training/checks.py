@@ -47,7 +47,7 @@ def check_arguments(arguments: Arguments) -> None:
     if mistakes:
         raise RecipeError(" ".join(mistakes))
     dtype = str(arguments.model.dtype)
-    keeps_masters = patches.is_fsdp_requested() and (training.bf16 or training.fp16)
+    keeps_masters = is_fsdp_requested() and (training.bf16 or training.fp16)
     is_low_precision = dtype in ("bfloat16", "float16")
     if is_low_precision and not arguments.model.use_peft and not keeps_masters:
         distributed.print_main(
@@ -115,7 +115,7 @@ def _check_adapter(arguments: Arguments) -> Iterator[str]:
 def _check_launch(training: "SFTConfig") -> Iterator[str]:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     state_type = os.environ.get("FSDP_STATE_DICT_TYPE")
-    is_fsdp = patches.is_fsdp_requested()
+    is_fsdp = is_fsdp_requested()
     optimizer = optimizer_name(training)
     optimizers = SHARDABLE + BITSANDBYTES
     if launched != training.world_size:

@@ -141,8 +141,7 @@ def _to_sharded(values: torch.Tensor, p: DTensor) -> DTensor:
     """Return this rank's rows of a state as a DTensor that is sharded like the parameter."""
     sharded = torch.empty_like(p, dtype=values.dtype, requires_grad=False)
     assert isinstance(sharded, DTensor)
-    # `from_local` needs the mesh's device, but paged memory counts as CPU memory.
-    sharded._local_tensor = values
+    set_local_tensor(sharded, values)
     # bitsandbytes marks its own tensors like this, and does not move marked ones to the device.
     sharded.is_paged = getattr(values, "is_paged", False)  # type: ignore[attr-defined]
     return sharded

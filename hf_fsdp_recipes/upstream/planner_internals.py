@@ -16,6 +16,7 @@ from torch.distributed._tools.mem_tracker import (
 from torch.distributed._tools.mem_tracker import (
     _MemRefType as MemoryKind,  # the kinds of memory that it tells apart
 )
+from torch.distributed._tools.mod_tracker import ModTracker  # knows which module runs
 from torch.testing._internal.distributed.fake_pg import FakeStore  # ranks that do not exist
 from transformers import masking_utils  # decides which masks attention needs
 from transformers.integrations import moe  # multiplies with the weights of experts

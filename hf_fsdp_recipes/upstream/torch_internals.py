@@ -3,26 +3,37 @@
 import re
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem  # opens the files of a checkpoint
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # marks tensors
+from torch.distributed.checkpoint.metadata import (
+    Metadata,  # what a `.metadata` file holds
+    TensorStorageMetadata,  # marks tensors in it
+)
 from torch.distributed.launcher.api import ChildFailedError, SignalException  # how a launch fails
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef  # tells views from other tensors
 
-from hf_fsdp_recipes.upstream.versions import patch_error
+from hf_fsdp_recipes.upstream.versions import check_is_read
 
 # The classes and functions that a pickled `.metadata` file may name. Loading these runs no code
 # from the file.
 PICKLED_IN_METADATA = {
-    "torch": "Size",
-    "torch.serialization": "_get_layout",
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
-    "TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING",
-    "collections": "OrderedDict",
-    "pathlib": "PosixPath",
-    "pathlib._local": "PosixPath",  # Python 3.13
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # Python 3.13
 }
 
 # What torch.compile, activation checkpointing and FSDP1 add to the names of tensors.
@@ -45,23 +56,21 @@ def set_local_tensor(sharded: DTensor, local: torch.Tensor) -> None:
 
     `DTensor.from_local` would copy paged memory to the device, because it counts as CPU memory.
     """
-    if not hasattr(sharded, "_local_tensor"):
-        raise patch_error(
-            "torch",
-            "DTensor has no _local_tensor, so this package cannot set it",
-            "optimizers of torch work without it",
-        )
+    check_is_read("_local_tensor", DTensor.to_local, "optimizers of torch work without it")
     sharded._local_tensor = local
 
 
 def make_save_planner(folder: str) -> DefaultSavePlanner:
     """Return a planner that sends a rank's plan only when it changes. Each folder has its own."""
     planner = DefaultSavePlanner(enable_plan_caching=True)
-    if not hasattr(planner, "_cached_plans_key"):
-        raise patch_error(
-            "torch",
-            "DefaultSavePlanner has no _cached_plans_key, so this package cannot set it",
-            "load_model and export_model work without it",
-        )
+    reader = DefaultSavePlanner.create_local_plan
+    check_is_read("_cached_plans_key", reader, "load_model and export_model work without it")
     planner._cached_plans_key = folder
     return planner
+
+
+def set_file_system(writer: FileSystemWriter, file_system: FileSystem) -> None:
+    """Let a writer open the files of a checkpoint through `file_system`."""
+    reader = FileSystemWriter.finish
+    check_is_read("fs", reader, "load_model and export_model work without it")
+    writer.fs = file_system

@@ -1,6 +1,7 @@
 """Names of transformers that are private or not in its documentation, and why each is needed."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
@@ -9,6 +10,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping  # how 
 from transformers.core_model_loading import (
     WeightConverter,  # makes weights from several tensors of the files
     WeightRenaming,  # renames a tensor of the files
+    WeightTransform,  # either of them
     dot_natural_key,  # the order in which a converter expects its tensors
     rename_source_key,  # the weight to which a tensor of the files belongs
     revert_weight_conversion,  # how weights become files again
@@ -25,18 +27,27 @@ from transformers.quantizers.auto import (
     AutoQuantizationConfig,  # the class of a checkpoint's quantization config
 )
 
-from hf_fsdp_recipes.upstream.versions import patch_error
+from hf_fsdp_recipes.upstream.versions import check_is_read
 
-# Names of a model's attributes and methods:
-FROM_CONFIG = "_from_config"  # builds a model; only auto classes have a public method for this
-GET_DTYPE_PLAN = "_get_dtype_plan"  # returns {pattern of names: dtype} for weights in float32
-NOT_SAVED = "_keys_to_ignore_on_save"  # names that `save_pretrained` leaves out
-CONVERSIONS = "_weight_conversions"  # how the files were converted; saving reverts it
-# Of its config:
-ATTENTION = "_attn_implementation"  # for a message
-# Of a trainer:
-GET_OUTPUT_DIR = "_get_output_dir"  # returns the directory of a run's or trial's checkpoints
+CONVERSIONS = "_weight_conversions"  # a model's: how files were converted; saving reverts it
+ATTENTION = "_attn_implementation"  # a config's: for a message
+GET_OUTPUT_DIR = "_get_output_dir"  # a trainer's: returns the directory of a run's checkpoints
 PUSH_CHECKPOINT = "_push_from_checkpoint"  # uploads a checkpoint if `hub_strategy` says so
+
+
+def get_builder(model_class: type[PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+    """Return the method that builds a model. Only auto classes have a public one."""
+    return model_class._from_config
+
+
+def plan_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return {pattern of names: dtype} for the weights that a model keeps in float32."""
+    return model._get_dtype_plan(dtype)
+
+
+def names_not_saved(model: PreTrainedModel) -> set[str]:
+    """Return the names that `save_pretrained` leaves out."""
+    return set(model._keys_to_ignore_on_save or ())
 
 
 @torch.no_grad()
@@ -50,25 +61,14 @@ def new_value(model: PreTrainedModel, name: str) -> torch.Tensor:
 
 def keep_present_units(model: PreTrainedModel) -> None:
     """Let a model's FSDP units be only classes that it has. Accelerate refuses any others."""
-    reader = FullyShardedDataParallelPlugin.set_auto_wrap_policy.__code__
-    if "_no_split_modules" not in reader.co_names + reader.co_consts:
-        raise patch_error(
-            "accelerate",
-            "Accelerate does not read _no_split_modules, so this package cannot set it",
-            "models of from_pretrained work without it",
-        )
+    reader = FullyShardedDataParallelPlugin.set_auto_wrap_policy
+    check_is_read("_no_split_modules", reader, "models of from_pretrained work without it")
     present = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = present & set(model._no_split_modules or ())
 
 
 def set_conversions(model: PreTrainedModel, conversions: list | None) -> None:
     """Let saving and exporting a model revert these conversions, unless they are None."""
-    reader = revert_weight_conversion.__code__
-    if CONVERSIONS not in reader.co_names + reader.co_consts:
-        raise patch_error(
-            "transformers",
-            "transformers does not read _weight_conversions, so this package cannot set it",
-            "from_pretrained works without it",
-        )
+    check_is_read(CONVERSIONS, revert_weight_conversion, "from_pretrained works without it")
     if conversions is not None:
         setattr(model, CONVERSIONS, conversions)

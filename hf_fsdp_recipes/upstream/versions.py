@@ -1,6 +1,7 @@
 """The tested versions of upstream packages, and the error if one of their names has moved."""
 
 from importlib.metadata import version
+from types import FunctionType
 
 from hf_fsdp_recipes.errors import PatchError
 
@@ -13,3 +14,12 @@ def patch_error(package: str, problem: str, remains: str) -> PatchError:
         f"{problem}: {package} {version(package)} is installed, {TESTED[package]} is tested. "
         f"Install a tested version; {remains}."
     )
+
+
+def check_is_read(name: str, reader: FunctionType, remains: str) -> None:
+    """Raise a PatchError if a function does not read an attribute that this package sets for it."""
+    code = reader.__code__
+    package = reader.__module__.partition(".")[0]
+    if name not in code.co_names + code.co_consts:
+        problem = f"{reader.__qualname__} does not read {name}, so this package cannot set it"
+        raise patch_error(package, problem, remains)

@@ -12,7 +12,6 @@ import torch
 from hf_fsdp_recipes import ShardedCheckpointCallback
 from hf_fsdp_recipes.errors import CheckpointError, PatchError
 from hf_fsdp_recipes.upstream import patches
-from hf_fsdp_recipes.upstream.versions import TESTED
 
 # Each patch, and what a user calls that needs it.
 USES = [

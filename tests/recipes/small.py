@@ -48,7 +48,7 @@ def environment_of(recipe: Path, name: str | None = None) -> dict[str, str]:
     """
     name = name or command_of(recipe)[command_of(recipe).index("--accelerate_config") + 1]
     template = ROOT / "accelerate_configs" / f"{name}.yaml"
-    return template_environment(template, *ON_CPU.split(), *ranks_of(template)) | {
+    return template_environment(template, *ON_CPU, *ranks_of(template)) | {
         "ACCELERATE_USE_CPU": "true"
     }
 

@@ -65,11 +65,9 @@ class Job:
     def __init__(
         self, cluster, directory, arguments, script="recipes/launch.slurm", options=(), **variables
     ):
-        self.cluster, self.run_directory, self.output = (
-            cluster,
-            directory / "run",
-            directory / "output.txt",
-        )
+        self.cluster = cluster
+        self.run_directory = directory / "run"
+        self.output = directory / "output.txt"
         directory.mkdir(parents=True, exist_ok=True)
         defaults = {
             "TEMPLATE": "cpu",
@@ -77,24 +75,16 @@ class Job:
             "LOG_DIR": str(directory / "logs"),
             "PREFLIGHT": "0",
         }
-        command = [
-            "sbatch",
-            "--parsable",
-            "--nodes=2",
-            f"--output={self.output}",
-            *options,
-            script,
-            *arguments,
-        ]
+        command = ["sbatch", "--parsable", "--nodes=2", f"--output={self.output}", *options]
+        command += [script, *arguments]
         self.id = cluster.run(*command, **defaults | variables).strip()
 
     def text(self) -> str:
         return self.output.read_text() if self.output.exists() else ""
 
     def field(self, name: str) -> str:
-        found = re.search(
-            rf"\b{name}=(\S*)", self.cluster.run("scontrol", "-o", "show", "job", self.id)
-        )
+        shown = self.cluster.run("scontrol", "-o", "show", "job", self.id)
+        found = re.search(rf"\b{name}=(\S*)", shown)
         return found.group(1) if found else ""
 
     def wait_for(self, pattern: str, seconds: float = 120) -> None:
@@ -115,10 +105,8 @@ class Job:
 
 @pytest.fixture(scope="session")
 def cluster():
-    state = Path(
-        tempfile.mkdtemp(prefix="slurm-")
-    )  # munge wants directories that everyone can enter
-    state.chmod(0o755)
+    state = Path(tempfile.mkdtemp(prefix="slurm-"))
+    state.chmod(0o755)  # munge wants directories that everyone can enter
     cluster = Cluster(state)
     try:
         is_up = (state / "ready").exists
@@ -147,16 +135,15 @@ def recipe(tiny_model, text_file, tmp_path_factory):
 
 @pytest.fixture
 def submit(cluster, recipe, tmp_path):
-    """Return a function that submits the recipe. After the test all jobs are cancelled and both nodes are idle."""
+    """Return a function that submits the recipe.
+
+    After the test, all jobs are cancelled and both nodes are idle.
+    """
 
     def start(name="job", *arguments, **named) -> Job:
         directory = tmp_path / name
-        return Job(
-            cluster,
-            directory,
-            ["--config", recipe, "--output_dir", directory / "run", *arguments],
-            **named,
-        )
+        always = ["--config", recipe, "--output_dir", directory / "run"]
+        return Job(cluster, directory, [*always, *arguments], **named)
 
     yield start
     cluster.run("scancel", "--user=root")

@@ -1,4 +1,7 @@
-"""Runs recipes/sft.py with PACE_SECONDS more for each step of the job's first run, or with a FAILING_RANK."""
+"""Runs recipes/sft.py with PACE_SECONDS more for each step of the job's first run.
+
+Alternatively, a FAILING_RANK raises an error.
+"""
 
 import os
 import runpy
@@ -7,11 +10,9 @@ from pathlib import Path
 
 from transformers import Trainer
 
-PACE_SECONDS = (
-    float(os.environ.get("PACE_SECONDS", "0"))
-    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
-    else 0
-)
+PACE_SECONDS = 0.0
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    PACE_SECONDS = float(os.environ.get("PACE_SECONDS", "0"))
 training_step = Trainer.training_step
 
 

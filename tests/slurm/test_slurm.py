@@ -1,4 +1,7 @@
-"""recipes/launch.slurm on a real two-node Slurm: a run up to its export, and what can interrupt or prevent a run."""
+"""recipes/launch.slurm on a real two-node Slurm.
+
+The tests cover a run up to its export, and what can interrupt or prevent a run.
+"""
 
 import re
 import time
@@ -13,7 +16,7 @@ TIMEOUT_SECONDS = 10
 
 
 def assert_resumed(job, undisturbed):
-    """Check that a job has completed in two runs with the losses and the export of an undisturbed job."""
+    """Check that a job has completed in two runs, with an undisturbed job's losses and export."""
     job.wait_until_state("COMPLETED")
     assert job.field("Restarts") == "1"
     assert 0 < int(re.search(r"resuming from \S+checkpoint-(\d+)", job.text()).group(1)) < NUM_STEPS
@@ -28,10 +31,8 @@ def test_two_nodes_are_checked_train_and_export_a_model(undisturbed):
     from transformers import AutoModelForCausalLM
 
     checked, trained = undisturbed.text().split("preflight passed on node1, node2: ")
-    assert (
-        re.search(r"on node\[1-2\]: 2 x 1 ranks, node1:[23]\d{4}, cpu, ", checked)
-        and "'loss'" in trained
-    )
+    assert re.search(r"on node\[1-2\]: 2 x 1 ranks, node1:[23]\d{4}, cpu, ", checked)
+    assert "'loss'" in trained
     assert trained.rstrip().endswith("completed") and len(undisturbed.losses()) == NUM_STEPS
     AutoModelForCausalLM.from_pretrained(undisturbed.run_directory / "export")
     logs = undisturbed.output.parent / "logs" / "run0"
@@ -56,9 +57,8 @@ def test_a_preempted_job_resumes_exactly_after_the_other_job(
     urgent_id = cluster.run("sbatch", *urgent).strip()
     assert_resumed(job, undisturbed)
     assert "COMPLETED" in cluster.run("scontrol", "show", "job", urgent_id)
-    assert (
-        job.field("PreemptTime") == "None"
-    )  # a failure of the second run would not be taken for a preemption
+    # A failure of the second run would not be taken for a preemption.
+    assert job.field("PreemptTime") == "None"
 
 
 def test_a_job_near_its_time_limit_saves_and_resumes_exactly(submit, undisturbed, cluster):
@@ -82,10 +82,8 @@ def test_a_cancelled_job_is_not_requeued_and_leaves_no_process(submit, cluster):
 
 
 def test_a_failed_job_shows_the_error_and_is_not_requeued(submit):
-    failed, rejected = (
-        submit("rank", **PACED, FAILING_RANK="1"),
-        submit("field", "--learning_rat", "1"),
-    )
+    failed = submit("rank", **PACED, FAILING_RANK="1")
+    rejected = submit("field", "--learning_rat", "1")
     for job, error in (
         (failed, r"\[rank1\]: ArithmeticError: failing rank"),
         (rejected, "RecipeError: "),
@@ -115,25 +113,34 @@ def test_two_jobs_share_a_node_and_finetune_sh_takes_six_arguments(
 
 # Preflight between two nodes with networks of their own
 
-BUSY = 'if [ $SLURM_NODEID = 0 ]; then python3 -m http.server $PORT >/dev/null 2>&1 & trap "kill $!" EXIT; sleep 2; fi; '
+BUSY = (
+    "if [ $SLURM_NODEID = 0 ]; then python3 -m http.server $PORT >/dev/null 2>&1 & "
+    'trap "kill $!" EXIT; sleep 2; fi; '
+)
+UNREACHABLE = "[ $SLURM_NODEID = 0 ] || ip rule add to 10.77.0.1 dport 21000 unreachable; "
 
 
 @pytest.mark.parametrize(
     ("flags", "before", "problem"),
     [
-        ("--num_machines 3", "", "machine_rank 2 did not join within 10 s; joined: node 0 (node1, pid "),
+        (
+            "--num_machines 3",
+            "",
+            "machine_rank 2 did not join within 10 s; joined: node 0 (node1, pid ",
+        ),
         ("--machine_rank 0", "", "main_process_ip node1 is not an address of this host"),
         ("--main_process_ip node2", "", "main_process_ip node2 is not an address of this host"),
         ("--main_process_ip 127.0.0.1", "", "A loopback address leads each host to itself"),
         ("--main_process_ip nod1", "", "main_process_ip 'nod1' does not resolve"),
         ("", BUSY, "main_process_port 21000 of node1 is in use"),
-        ("", "[ $SLURM_NODEID = 0 ] || ip rule add to 10.77.0.1 dport 21000 unreachable; ", "node 0 cannot be reached at node1"),
+        ("", UNREACHABLE, "node 0 cannot be reached at node1"),
     ],
-)  # fmt: skip
+)
 def test_preflight_names_a_wrong_setup_and_ends_in_time(cluster, flags, before, problem):
     command = (
-        f"{before}hf-fsdp preflight --accelerate_config cpu --num_machines 2 --machine_rank $SLURM_NODEID --timeout "
-        f"{TIMEOUT_SECONDS} --main_process_ip node1 --main_process_port 21000 {flags}"
+        f"{before}hf-fsdp preflight --accelerate_config cpu --num_machines 2 "
+        f"--machine_rank $SLURM_NODEID --timeout {TIMEOUT_SECONDS} --main_process_ip node1 "
+        f"--main_process_port 21000 {flags}"
     )
     started = time.monotonic()
     try:

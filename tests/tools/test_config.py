@@ -1,4 +1,4 @@
-"""`hf-fsdp config`: the shipped templates are accepted by Accelerate, and a config's faults are reported together."""
+"""`hf-fsdp config`: Accelerate accepts the shipped templates, and faults are reported together."""
 
 import pytest
 import yaml
@@ -17,18 +17,15 @@ run = CliRunner().invoke
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda file: file.stem)
 def test_accelerate_passes_each_template_on_to_the_ranks(template):
-    environment, is_fsdp = template_environment(template), template.stem != "ddp"
+    environment = template_environment(template)
+    is_fsdp = template.stem != "ddp"
     assert ("ACCELERATE_USE_FSDP" in environment) == is_fsdp
     assert environment["ACCELERATE_MIXED_PRECISION"] == ("no" if template.stem == "cpu" else "bf16")
     if is_fsdp:
-        assert (
-            environment["FSDP_VERSION"] == "2"
-            and environment["FSDP_STATE_DICT_TYPE"] == "SHARDED_STATE_DICT"
-        )
-        assert (
-            environment["FSDP_RESHARD_AFTER_FORWARD"]
-            == str("zero2" not in template.stem and "grad" not in template.stem).lower()
-        )
+        is_resharded = "zero2" not in template.stem and "grad" not in template.stem
+        assert environment["FSDP_VERSION"] == "2"
+        assert environment["FSDP_STATE_DICT_TYPE"] == "SHARDED_STATE_DICT"
+        assert environment["FSDP_RESHARD_AFTER_FORWARD"] == str(is_resharded).lower()
     assert run(app, ["config", "check", template.stem]).output.endswith("no faults found\n")
 
 
@@ -37,10 +34,8 @@ def test_a_template_says_when_to_use_it_and_what_each_value_means(template):
     head, body = template.read_text().split("\n\n", 1)
     assert f"hf-fsdp sft --accelerate_config {template.stem} --config RECIPE" in head
     assert run(app, ["config", "show", template.stem]).output == template.read_text()
-    assert any(
-        line.startswith(f"{template.stem} ")
-        for line in run(app, ["config", "list"]).output.splitlines()
-    )
+    listed = run(app, ["config", "list"]).output.splitlines()
+    assert any(line.startswith(f"{template.stem} ") for line in listed)
     for line in body.splitlines():
         assert "#" in line or line.startswith("compute_environment") or line.endswith("_config:"), (
             line
@@ -94,11 +89,8 @@ def test_each_fault_is_reported_with_its_value_and_the_cure(change):
 
 def test_all_faults_are_reported_at_once(tmp_path):
     file = tmp_path / "bad.yaml"
-    file.write_text(
-        yaml.safe_dump(
-            changed(num_procs=8, fsdp_state_dict_type="FULL_STATE_DICT", mixed_precision="bf17")
-        )
-    )
+    bad = changed(num_procs=8, fsdp_state_dict_type="FULL_STATE_DICT", mixed_precision="bf17")
+    file.write_text(yaml.safe_dump(bad))
     result = run(app, ["config", "check", str(file)])
     assert result.exit_code == 1 and str(result.exception).startswith(f"{file} has 3 faults:\n  - ")
 

@@ -1,4 +1,7 @@
-"""The plan: what changes the memory of a step, and by how much; and the command. Sizes are worked out by hand."""
+"""The plan: what changes the memory of a step, and by how much; and the command.
+
+Sizes are worked out by hand.
+"""
 
 import json
 import re
@@ -17,12 +20,16 @@ from tests.recipes.small import command_of
 
 LAYERS, HIDDEN, INNER, VOCABULARY = 2, 256, 512, 4096
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False,
-}  # fmt: skip
-NUM_LINEAR = LAYERS * (
-    4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER
-)  # parameters of the layers' linear modules
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+# Parameters of the layers' linear modules.
+NUM_LINEAR = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
 NUM_ENDS = 2 * VOCABULARY * HIDDEN  # of the embedding and the head
 NUM_NORMS = (2 * LAYERS + 1) * HIDDEN
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "head_dim": 32}
@@ -53,10 +60,8 @@ def test_hybrid_sharding_divides_by_the_ranks_of_a_node():
 
 
 def test_shard_grad_op_keeps_the_layers_gathered():
-    kept, freed = (
-        total("--fsdp_reshard_after_forward false --num_processes 2"),
-        total("--num_processes 2"),
-    )
+    kept = total("--fsdp_reshard_after_forward false --num_processes 2")
+    freed = total("--num_processes 2")
     assert kept - freed > 2 * NUM_LINEAR / 2  # at least one of the two layers more, in bf16
 
 
@@ -70,17 +75,18 @@ def test_offload_leaves_neither_shards_nor_state_on_the_gpu(options):
 
 def test_accumulation_keeps_full_gradients_unless_each_batch_is_reduced():
     sync = """--accelerator_config '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'"""
-    one, two, synced = (
-        total(),
-        total("--gradient_accumulation_steps 2"),
-        total(f"--gradient_accumulation_steps 2 {sync}"),
-    )
+    one = total()
+    two = total("--gradient_accumulation_steps 2")
+    synced = total(f"--gradient_accumulation_steps 2 {sync}")
     assert two - one > 0.8 * 4 * (NUM_LINEAR + NUM_ENDS)  # in float32, in which recipes reduce
     assert synced - one < 4 * (NUM_LINEAR + NUM_ENDS) / 4
 
 
 def test_a_head_that_the_frozen_base_does_not_keep_is_counted_once():
-    """TRL gathers the head of a LoRA model and keeps it in backward; an earlier planner counted it twice."""
+    """TRL gathers the head of a LoRA model and keeps it in backward.
+
+    An earlier planner counted it twice.
+    """
     wide = {"vocab_size": 65536 + VOCABULARY}
     added = total(LORA, **wide) - total(LORA)
     head = 2 * 65536 * HIDDEN
@@ -94,13 +100,11 @@ def test_4_bit_weights_take_half_a_byte_and_scales_on_every_rank():
         for on in ("true", "false")
     )
     adapters = measure(LORA).peak["parameters"] - 2 * (NUM_LINEAR + NUM_ENDS + NUM_NORMS) / 8
-    packed = (
-        NUM_LINEAR / 2 / 8 + 2 * (NUM_ENDS + NUM_NORMS) / 8 + adapters / 2
-    )  # adapters in bf16 instead of float32
+    # The adapters are in bf16 instead of float32.
+    packed = NUM_LINEAR / 2 / 8 + 2 * (NUM_ENDS + NUM_NORMS) / 8 + adapters / 2
     assert flat["parameters"] == pytest.approx(packed + NUM_LINEAR / 16, rel=0.03)
-    assert flat["parameters"] - nested["parameters"] == pytest.approx(
-        NUM_LINEAR * (1 / 16 - 1 / 64), rel=0.03
-    )
+    saved = NUM_LINEAR * (1 / 16 - 1 / 64)
+    assert flat["parameters"] - nested["parameters"] == pytest.approx(saved, rel=0.03)
 
 
 def test_frozen_experts_get_no_gradients():
@@ -108,9 +112,9 @@ def test_frozen_experts_get_no_gradients():
     experts = 8 * 3 * HIDDEN * 512 * 2  # of a layer, in bf16
 
     def added(options):  # by eight more experts in each of two layers
-        return total(options, kind="qwen3_moe", **EXPERTS | {"num_experts": 16}) - total(
-            options, kind="qwen3_moe", **EXPERTS
-        )
+        eight = total(options, kind="qwen3_moe", **EXPERTS)
+        sixteen = total(options, kind="qwen3_moe", **EXPERTS | {"num_experts": 16})
+        return sixteen - eight
 
     assert added(attention) < 3.5 * experts  # shards, and what is gathered in backward
     assert added("--gradient_checkpointing false") > 6 * experts
@@ -128,7 +132,8 @@ def test_frozen_experts_get_no_gradients():
             "--max_length 512 --attn_implementation eager",
         ),
         (
-            "--max_length 512 --per_device_train_batch_size 2 --attn_implementation flash_attention_2",
+            "--max_length 512 --per_device_train_batch_size 2 "
+            "--attn_implementation flash_attention_2",
             "--max_length 512 --per_device_train_batch_size 2",  # padded rows need a mask
         ),
         (LORA, ""),
@@ -147,9 +152,8 @@ def test_every_template_for_fsdp2_is_planned():
 @pytest.fixture
 def model(tmp_path):
     """A directory with a config, and no weights."""
-    (tmp_path / "config.json").write_text(
-        json.dumps(AutoConfig.for_model("llama", **SIZES).to_dict())
-    )
+    config = AutoConfig.for_model("llama", **SIZES).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 
 
@@ -163,23 +167,14 @@ def test_plan_says_what_takes_the_memory(model):
     )
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1] == "fits in 80 GB"
-    sizes = [
-        float(size) for size in re.findall(r"^ *([\d.]+) GB  (?!in total)", result.output, re.M)
-    ]
-    assert sum(sizes) == pytest.approx(
-        float(re.search(r"([\d.]+) GB  in total", result.output)[1]), abs=0.05
-    )
+    sizes = re.findall(r"^ *([\d.]+) GB  (?!in total)", result.output, re.M)
+    in_total = float(re.search(r"([\d.]+) GB  in total", result.output)[1])
+    assert sum(map(float, sizes)) == pytest.approx(in_total, abs=0.05)
 
 
 def test_plan_says_that_it_does_not_know_ligers_kernels(model):
-    arguments = [
-        "--accelerate_config",
-        "full_shard",
-        "--model_name_or_path",
-        model,
-        "--max_length",
-        "64",
-    ]
+    arguments = ["--accelerate_config", "full_shard", "--model_name_or_path", model]
+    arguments += ["--max_length", "64"]
     assert "does not know Liger's kernels" in run(*arguments, "--use_liger_kernel", "true").output
     assert "Liger" not in run(*arguments).output
 

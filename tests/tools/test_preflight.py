@@ -1,6 +1,7 @@
-"""`hf-fsdp preflight` names what keeps nodes from working together, the same on all of them, and never hangs.
+"""`hf-fsdp preflight` names what keeps nodes from working together.
 
-Most tests run the nodes as threads of one process.
+It names the same on all nodes, and it never hangs. Most tests run the nodes as threads of one
+process.
 """
 
 import os
@@ -32,14 +33,8 @@ def short_waits(monkeypatch):
 
 
 def make_node(rank, num_machines=2, pid=None, faults=(), **facts):
-    return Node(
-        rank,
-        num_machines,
-        {"torch": "2.13"} | facts,
-        list(faults),
-        f"host{rank}",
-        pid or 100 + rank,
-    )
+    facts = {"torch": "2.13"} | facts
+    return Node(rank, num_machines, facts, list(faults), f"host{rank}", pid or 100 + rank)
 
 
 def check_together(nodes, *, address=LOCAL, port=None, directories=None, timeout=2.0):
@@ -70,7 +65,8 @@ def test_nodes_that_can_work_together_pass_and_leave_port_and_directory_as_they_
     [
         (
             [make_node(0, 3), make_node(1, 3), make_node(1, 3, pid=7)],
-            "machine_rank 1 is used more than once: node 1 (host1, pid 7), node 1 (host1, pid 101). ",
+            "machine_rank 1 is used more than once: node 1 (host1, pid 7), "
+            "node 1 (host1, pid 101). ",
         ),
         (
             [make_node(0), make_node(5)],
@@ -78,7 +74,8 @@ def test_nodes_that_can_work_together_pass_and_leave_port_and_directory_as_they_
         ),
         (
             [make_node(0, 3), make_node(1, 3, torch="2.12"), make_node(2, 3)],
-            "torch differs: 2.13 on node 0 (host0, pid 100), node 2 (host2, pid 102); 2.12 on node 1 (host1, pid 101). ",
+            "torch differs: 2.13 on node 0 (host0, pid 100), node 2 (host2, pid 102); "
+            "2.12 on node 1 (host1, pid 101). ",
         ),
         (
             [make_node(0), make_node(1, faults=["0 accelerators."])],
@@ -95,10 +92,8 @@ def test_a_missing_node_is_named_when_the_time_is_up():
     started = time.monotonic()
     results = check_together([make_node(0, 3), make_node(2, 3)], timeout=1.0)
     assert len(set(results)) == 1 and time.monotonic() - started < 4
-    assert (
-        "machine_rank 1 did not join within 1 s; joined: node 0 (host0, pid 100), node 2"
-        in results[0]
-    )
+    joined = "joined: node 0 (host0, pid 100), node 2"
+    assert f"machine_rank 1 did not join within 1 s; {joined}" in results[0]
     assert "loopback address leads each host to itself" in results[0]
 
 
@@ -107,11 +102,8 @@ def test_a_missing_node_is_named_when_the_time_is_up():
     [
         (0, "no-such-host.invalid", "main_process_ip 'no-such-host.invalid' does not resolve. "),
         (1, "no-such-host.invalid", "main_process_ip 'no-such-host.invalid' does not resolve. "),
-        (
-            0,
-            "192.0.2.1",
-            "main_process_ip 192.0.2.1 is not an address of this host. ",
-        ),  # reserved by RFC 5737
+        # 192.0.2.1 is reserved by RFC 5737.
+        (0, "192.0.2.1", "main_process_ip 192.0.2.1 is not an address of this host. "),
         (1, LOCAL, "(Connection refused). A loopback address leads each host to itself"),
     ],
 )
@@ -139,10 +131,8 @@ def test_a_port_that_another_program_or_job_uses_is_named(answer):
         results = check_together([make_node(0), make_node(1)], port=port)
         server.shutdown(socket.SHUT_RDWR)
     for rank, message in enumerate(results):
-        assert (
-            message.startswith(f"node {rank} (")
-            and f"main_process_port {port} of {LOCAL} is in use" in message
-        )
+        assert message.startswith(f"node {rank} (")
+        assert f"main_process_port {port} of {LOCAL} is in use" in message
 
 
 def test_a_second_node_0_is_told_to_take_a_rank_of_its_own():
@@ -206,31 +196,11 @@ def test_a_full_disk_is_named(tmp_path, mount):
 def start(rank, port, *arguments, num_machines=2, **variables):
     """Start the command as one node, with the arguments that `hf-fsdp sft` gets."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    command = [
-        sys.executable,
-        "-c",
-        "from hf_fsdp_recipes.cli import main; main()",
-        "preflight",
-        "--machine_rank",
-        str(rank),
-    ]
-    command += [
-        "--accelerate_config",
-        "cpu",
-        "--num_machines",
-        str(num_machines),
-        "--num_processes",
-        str(num_machines),
-    ]
-    command += [
-        "--main_process_ip",
-        LOCAL,
-        "--main_process_port",
-        str(port),
-        "--learning_rate",
-        "1e-4",
-        *map(str, arguments),
-    ]
+    command = [sys.executable, "-c", "from hf_fsdp_recipes.cli import main; main()", "preflight"]
+    command += ["--machine_rank", str(rank), "--accelerate_config", "cpu"]
+    command += ["--num_machines", str(num_machines), "--num_processes", str(num_machines)]
+    command += ["--main_process_ip", LOCAL, "--main_process_port", str(port)]
+    command += ["--learning_rate", "1e-4", *map(str, arguments)]
     environment = kept | {"PYTHONPATH": str(ROOT)} | variables
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -250,10 +220,8 @@ def test_the_command_compares_versions_and_writes_to_the_directory_of_the_recipe
     outputs = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [1, 1], outputs
     assert outputs[0] == outputs[1] and (tmp_path / "run").is_dir()
-    assert (
-        outputs[0][1].startswith("ToolError: transformers differs: ")
-        and "9.9.9 on node 1 (" in outputs[0][1]
-    )
+    _, error = outputs[0]
+    assert error.startswith("ToolError: transformers differs: ") and "9.9.9 on node 1 (" in error
 
 
 @pytest.mark.slow
@@ -266,9 +234,8 @@ def test_a_node_that_dies_or_freezes_while_the_others_wait_ends_the_check_in_tim
         time.sleep(8)
         stopped.send_signal(stop)
         _, error = waiting.communicate(timeout=90)
-        assert (
-            waiting.returncode == 1 and "did not join" in error and time.monotonic() - started < 60
-        )
+        assert waiting.returncode == 1 and "did not join" in error
+        assert time.monotonic() - started < 60
     finally:
         stopped.kill()
         stopped.wait()

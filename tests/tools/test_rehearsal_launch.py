@@ -1,4 +1,4 @@
-"""Rehearsals: recipes that run from start to end in small, and errors that a real job would hit late."""
+"""Rehearsals: recipes that run from start to end in small, and errors that a job would hit late."""
 
 import pytest
 import typer
@@ -25,7 +25,10 @@ PASSING = [
 
 @pytest.fixture
 def local(tmp_path):
-    """Return fields that replace the tokenizer and the rows by local ones; the config's shipped copy is used."""
+    """Return fields that replace the tokenizer and the rows by local ones.
+
+    The config's shipped copy is used.
+    """
     make_tokenizer(tmp_path / "tokenizer")
     return ["--tokenizer_name", str(tmp_path / "tokenizer"), "--dataset_name", ROWS]
 
@@ -46,13 +49,10 @@ def test_a_recipe_passes_its_rehearsal(recipe, template, local, tmp_path):
     result = run(
         "--config", recipe, "--accelerate_config", template, "--directory", str(kept), *local
     )
-    assert (
-        f"{recipe} with {template}: loaded, killed, resumed, exported and generated"
-        in result.output
-    )
-    assert {"checkpoint-2", "checkpoint-6", "export", "report.md"} <= {
-        file.name for file in (kept / "run").iterdir()
-    }
+    passed = f"{recipe} with {template}: loaded, killed, resumed, exported and generated"
+    assert passed in result.output
+    files = {file.name for file in (kept / "run").iterdir()}
+    assert {"checkpoint-2", "checkpoint-6", "export", "report.md"} <= files
 
 
 @pytest.mark.rehearsal
@@ -100,11 +100,11 @@ def test_what_cannot_be_read_is_named(tmp_path, local):
 
 
 def test_the_error_of_a_run_is_found_in_its_output():
-    rank = "[rank1]: Traceback (most recent call last):\n[rank1]: torch.utils.checkpoint.CheckpointError: other values\n"
+    rank = "[rank1]: Traceback (most recent call last):\n"
+    rank += "[rank1]: torch.utils.checkpoint.CheckpointError: other values\n"
     lost = "[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:4508\n"
     launcher = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
-    assert (
-        find_error(rank + lost + launcher) == "torch.utils.checkpoint.CheckpointError: other values"
-    )
+    error = find_error(rank + lost + launcher)
+    assert error == "torch.utils.checkpoint.CheckpointError: other values"
     assert find_error("RecipeError: no such column\n" + launcher) == "RecipeError: no such column"
     assert find_error("step 3\n") == ""

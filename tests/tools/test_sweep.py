@@ -39,19 +39,30 @@ def invoke(app, *arguments):
 def write_metrics(case, *, seconds=2.0, steps=5, max_steps=5, **changes):
     num_ranks = int(case.name.removesuffix("ranks").rpartition("_")[2])
     start = {
-        "run": "a", "num_ranks": num_ranks, "max_steps": max_steps, "batch_per_device": 4, "gradient_accumulation_steps": 2,
+        "run": "a",
+        "num_ranks": num_ranks,
+        "max_steps": max_steps,
+        "batch_per_device": 4,
+        "gradient_accumulation_steps": 2,
         "num_rows": 1000,
-    }  # fmt: skip
+    }
     logged = [
         {
-            "step": step, "loss": 1.0, "num_steps": 1, "step_seconds": 99.0 if step < 4 else seconds, "mfu": 0.5,
-            "tokens_per_second": 100.0 * num_ranks, "tokens_per_second_per_device": 100.0, "host_bytes": [10**8] * num_ranks,
-            "device_peak_bytes": [0] * num_ranks, "device_reserved_peak_bytes": [8 * 10**9 // num_ranks] * num_ranks,
+            "step": step,
+            "loss": 1.0,
+            "num_steps": 1,
+            "step_seconds": 99.0 if step < 4 else seconds,
+            "mfu": 0.5,
+            "tokens_per_second": 100.0 * num_ranks,
+            "tokens_per_second_per_device": 100.0,
+            "host_bytes": [10**8] * num_ranks,
+            "device_peak_bytes": [0] * num_ranks,
+            "device_reserved_peak_bytes": [8 * 10**9 // num_ranks] * num_ranks,
             **({"is_warmup": True} if step < 4 else {}),
         }
         | changes
         for step in range(1, steps + 1)
-    ]  # fmt: skip
+    ]
     case.mkdir(parents=True, exist_ok=True)
     entries = [start, *logged, {"step": steps, "ended_at_step": steps}]
     (case / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
@@ -85,16 +96,8 @@ def test_table_and_plot_have_every_case_also_those_that_failed(app, tmp_path):
     printed = invoke(app, "--output_dir", tmp_path)
     assert rows(printed) == [
         [FULL, "1", "OOM", *"-----"],
-        [
-            FULL,
-            "2",
-            "4.00",
-            "126",
-            "2",
-            "200",
-            "100",
-            "50.0%",
-        ],  # 63 steps of 16 rows, without the warm-up's 99 s
+        # 63 steps of 16 rows, without the warm-up's 99 s
+        [FULL, "2", "4.00", "126", "2", "200", "100", "50.0%"],
         [FULL, "4", "2.00", "64", "2", "400", "100", "50.0%"],
         [GRAD, "2", "failed", *"-----"],
         [GRAD, "4", "0.10", "48", "1.5", "400", "100", "50.0%"],  # host memory, without a device's
@@ -112,9 +115,8 @@ def test_table_and_plot_have_every_case_also_those_that_failed(app, tmp_path):
         line.get_label(): list(zip(*line.get_data(), strict=True)) for line in memory.get_lines()
     }
     assert lines == {FULL: [(2, 4.0), (4, 2.0)], GRAD: [(4, 0.1)]}
-    assert [mark.get_text() for mark in memory.texts] == [f"OOM: {FULL}"] and mfu.get_title(
-        loc="left"
-    ) == "MFU"
+    assert [mark.get_text() for mark in memory.texts] == [f"OOM: {FULL}"]
+    assert mfu.get_title(loc="left") == "MFU"
 
 
 LOGS = {
@@ -122,7 +124,9 @@ LOGS = {
     "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried": "OOM",
     "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.": "OOM",
     "  exitcode  : -9 (pid: 7)": "failed: a rank was killed (SIGKILL)",
-    "RecipeError: rows\n[rank1]: RuntimeError: Connection closed by peer": "failed: RecipeError: rows",
+    "RecipeError: rows\n[rank1]: RuntimeError: Connection closed by peer": (
+        "failed: RecipeError: rows"
+    ),
     "step 3": "failed: 0 of 0 steps",
     "": "not run",
 }
@@ -139,10 +143,10 @@ def test_a_stream_has_no_epoch_and_a_run_within_its_warm_up_no_figures(tmp_path)
     write_metrics(tmp_path / f"{FULL}_2ranks", num_steps=1)
     file = tmp_path / f"{FULL}_2ranks" / "metrics.jsonl"
     file.write_text(file.read_text().replace(', "num_rows": 1000', ""))
-    found = sweep.read_result(file.parent)
-    assert "epoch_seconds" not in found and found["step_seconds"] == 2.0
+    measured = sweep.read_result(file.parent).measured
+    assert "epoch_seconds" not in measured and measured["step_seconds"] == 2.0
     write_metrics(file.parent, is_warmup=True)
-    assert sweep.read_result(file.parent) == {"template": FULL, "ranks": 2, "status": "finished"}
+    assert sweep.read_result(file.parent) == sweep.Result(FULL, 2, "finished", measured={})
 
 
 def test_a_repeated_case_replaces_what_a_kill_left(app, tmp_path, monkeypatch):
@@ -152,10 +156,8 @@ def test_a_repeated_case_replaces_what_a_kill_left(app, tmp_path, monkeypatch):
         case = log.parent
         launched.append(case.name)
         assert not log.exists() and not (case / "metrics.jsonl").exists()
-        assert f"--num_processes={case.name[-6]}" in arguments and {
-            "--learning_rate",
-            "--num_machines",
-        } <= {*arguments}
+        assert f"--num_processes={case.name[-6]}" in arguments
+        assert {"--learning_rate", "--num_machines"} <= {*arguments}
         log.write_text("CUDA out of memory" if case.name[-6] == "1" else "step 5")
         if case.name[-6] != "1":
             write_metrics(case)
@@ -180,10 +182,8 @@ def test_a_sweep_without_cases_is_refused(app, tmp_path):
 
 @pytest.mark.launch
 def test_no_rank_survives_a_run_that_is_stopped(tmp_path):
-    before, members = (
-        psutil.Process().children(recursive=True),
-        [],
-    )  # other tests' fork server, for example
+    before = psutil.Process().children(recursive=True)  # other tests' fork server, for example
+    members = []
 
     def have_started():
         members[:] = [one for one in psutil.Process().children(recursive=True) if one not in before]
@@ -205,23 +205,13 @@ def test_a_tiny_model_is_swept_for_real(tiny_model, text_file, tmp_path):
     recipe.write_text(
         yaml.safe_dump(settings | {"output_dir": "runs/tiny", "per_device_train_batch_size": 2})
     )
-    arguments = [
-        "sweep",
-        "--config",
-        str(recipe),
-        "--accelerate_config",
-        FULL,
-        "--num_processes",
-        "1",
-    ]
-    arguments += ["--num_processes", "2", "--output_dir", str(output), "--max_steps", "5"]
+    arguments = ["sweep", "--config", str(recipe), "--accelerate_config", FULL]
+    arguments += ["--num_processes", "1", "--num_processes", "2"]
+    arguments += ["--output_dir", str(output), "--max_steps", "5"]
     start = [sys.executable, "-m", "hf_fsdp_recipes.cli"]
     done = subprocess.run(
         [*start, *arguments], capture_output=True, text=True, check=False, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (
-        [row[1] for row in rows(done.stdout)] == ["1", "2"]
-        and "OOM" not in done.stdout
-        and "failed" not in done.stdout
-    )
+    assert [row[1] for row in rows(done.stdout)] == ["1", "2"]
+    assert "OOM" not in done.stdout and "failed" not in done.stdout

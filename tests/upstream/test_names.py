@@ -6,7 +6,6 @@ import pkgutil
 import sys
 from argparse import Namespace
 from importlib.metadata import version
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.tensor import DTensor, Shard
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer
 
+from hf_fsdp_recipes.checkpointing.hashing import HashingWriter
 from hf_fsdp_recipes.errors import PatchError
 from hf_fsdp_recipes.upstream import (
     accelerate_internals,
@@ -63,6 +63,12 @@ def parameters_of(function):
 # What is set: it does what it should, and after a rename upstream, there is one error.
 
 
+def rename(monkeypatch, owner, function):
+    """Replace an upstream function with one that reads another name."""
+    function.__module__ = getattr(owner, function.__name__).__module__
+    monkeypatch.setattr(owner, function.__name__, function)
+
+
 def check_error(error, package, name):
     for text in (name, version(package), f"{TESTED[package]} is tested", "work"):
         assert text in str(error.value)
@@ -75,12 +81,26 @@ def test_a_dtensor_gets_another_local_tensor(sharded):
         assert sharded.to_local() is local
 
 
-def test_a_renamed_local_tensor_is_an_error():
-    renamed = SimpleNamespace(_shard=torch.zeros(4))
+def test_a_renamed_local_tensor_is_an_error(monkeypatch, sharded):
+    def to_local(self):
+        return self._shard
+
+    rename(monkeypatch, DTensor, to_local)
+    before = vars(sharded).copy()
     with pytest.raises(PatchError) as error:
-        torch_internals.set_local_tensor(renamed, torch.ones(4))
+        torch_internals.set_local_tensor(sharded, torch.ones(4))
     check_error(error, "torch", "_local_tensor")
-    assert vars(renamed).keys() == {"_shard"}
+    assert vars(sharded) == before
+
+
+def test_a_renamed_file_system_is_an_error(monkeypatch, tmp_path):
+    def finish(self, metadata, results):
+        return self.files
+
+    rename(monkeypatch, FileSystemWriter, finish)
+    with pytest.raises(PatchError) as error:
+        HashingWriter(tmp_path)
+    check_error(error, "torch", "fs")
 
 
 def test_each_folder_has_its_own_plan():
@@ -96,18 +116,16 @@ def test_each_folder_has_its_own_plan():
     assert plan("another folder").usable
 
 
-class RenamedPlanner(DefaultSavePlanner):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self._key_of_plans = vars(self).pop("_cached_plans_key")
-
-
 @pytest.mark.parametrize(
     "use", [lambda: torch_internals.make_save_planner("a"), patches.apply_for_saving]
 )
 def test_a_renamed_key_of_plans_is_an_error_before_training(monkeypatch, use):
     monkeypatch.setattr(Trainer, "_save_checkpoint", Trainer._save_checkpoint)
-    monkeypatch.setattr(torch_internals, "DefaultSavePlanner", RenamedPlanner)
+
+    def create_local_plan(self):
+        return self._key_of_plans
+
+    rename(monkeypatch, DefaultSavePlanner, create_local_plan)
     with pytest.raises(PatchError) as error:
         use()
     check_error(error, "torch", "_cached_plans_key")
@@ -127,9 +145,7 @@ def test_renamed_units_are_an_error(monkeypatch, llama):
     def set_auto_wrap_policy(self, model):
         return getattr(model, "_fsdp_units", None)
 
-    monkeypatch.setattr(
-        FullyShardedDataParallelPlugin, "set_auto_wrap_policy", set_auto_wrap_policy
-    )
+    rename(monkeypatch, FullyShardedDataParallelPlugin, set_auto_wrap_policy)
     llama._no_split_modules = before = ["LlamaVisionLayer"]
     with pytest.raises(PatchError) as error:
         transformers_internals.keep_present_units(llama)
@@ -151,9 +167,7 @@ def test_renamed_conversions_are_an_error(monkeypatch, llama):
     def revert_weight_conversion(model, state_dict):
         return getattr(model, "_conversions_of_files", state_dict)
 
-    monkeypatch.setattr(
-        transformers_internals, "revert_weight_conversion", revert_weight_conversion
-    )
+    rename(monkeypatch, transformers_internals, revert_weight_conversion)
     with pytest.raises(PatchError) as error:
         transformers_internals.set_conversions(llama, [])
     check_error(error, "transformers", "_weight_conversions")
@@ -188,7 +202,7 @@ def test_torch_adds_known_parts_to_names():
 def test_metadata_files_name_existing_classes():
     for module, names in torch_internals.PICKLED_IN_METADATA.items():
         if module != "pathlib._local" or sys.version_info >= (3, 13):
-            assert all(pkgutil.resolve_name(f"{module}:{name}") for name in names.split())
+            assert all(pkgutil.resolve_name(f"{module}:{name}") for name in names)
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     fields = {field.name for field in dataclasses.fields(_StorageInfo)}
@@ -211,12 +225,12 @@ def test_meta_views_share_their_storage():
 
 
 def test_a_model_has_its_private_methods(llama):
-    build = getattr(LlamaForCausalLM, transformers_internals.FROM_CONFIG)
+    build = transformers_internals.get_builder(LlamaForCausalLM)
     assert build(llama.config, dtype=torch.bfloat16).dtype == torch.bfloat16
     llama._keep_in_fp32_modules_strict = {"norm"}
-    plan = getattr(llama, transformers_internals.GET_DTYPE_PLAN)(torch.bfloat16)
+    plan = transformers_internals.plan_dtypes(llama, torch.bfloat16)
     assert plan == {"norm": torch.float32}
-    assert not (getattr(llama, transformers_internals.NOT_SAVED) or ())
+    assert transformers_internals.names_not_saved(llama) == set()
     assert getattr(llama.config, transformers_internals.ATTENTION)
     value = transformers_internals.new_value(llama, "lm_head.weight")
     assert value.shape == (32, 16) and 0 < value.std() < 0.1

@@ -1,4 +1,7 @@
-"""Reads the job that `hf-fsdp sft` would run: the recipe's arguments and the environment variables that the launcher sets."""
+"""Reads the job that `hf-fsdp sft` would run.
+
+It consists of the recipe's arguments and the environment variables that the launcher sets.
+"""
 
 import os
 from collections.abc import Sequence
@@ -21,16 +24,19 @@ PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 class Job(NamedTuple):
-    """A training job: the recipe's arguments, a rank's environment variables, and the number of ranks on all nodes."""
+    """A training job."""
 
-    arguments: Arguments
-    environment: dict[str, str]
-    num_ranks: int
+    arguments: Arguments  # of the recipe
+    environment: dict[str, str]  # of a rank
+    num_ranks: int  # on all nodes
     on_cpu: bool
 
     @property
     def num_replicas(self) -> int:
-        """Number of copies of the model. With hybrid sharding, each node usually has one. Otherwise, there is a single copy."""
+        """Number of copies of the model.
+
+        With hybrid sharding, each node usually has one. Otherwise, there is a single copy.
+        """
         return int(self.environment.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
 
     @property
@@ -40,29 +46,36 @@ class Job(NamedTuple):
 
     @property
     def is_joined(self) -> bool:
-        """Whether TRL joins the rows of a batch into one. The condition is copied from `SFTTrainer.__init__`."""
+        """Whether TRL joins the rows of a batch into one.
+
+        The condition is copied from `SFTTrainer.__init__`.
+        """
         training = self.arguments.training
-        return training.padding_free or (
-            training.packing and training.packing_strategy.startswith("bfd")
-        )
+        is_packed = training.packing and training.packing_strategy.startswith("bfd")
+        return training.padding_free or is_packed
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows of a micro-batch, tokens of a row). A row has 1024 tokens if the recipe has no `max_length`."""
+        """(rows of a micro-batch, tokens of a row).
+
+        A row has 1024 tokens if the recipe has no `max_length`.
+        """
         training = self.arguments.training
         return training.per_device_train_batch_size, training.max_length or 1024
 
 
 def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
-    """Return the job of a command line. Options of the launcher and fields of the recipe can be in any order.
+    """Return the job of a command line.
+
+    Options of the launcher and fields of the recipe can be in any order.
 
     Raises:
-        RecipeError: a file does not exist or cannot be read, an option is unknown, or the template is not for FSDP2.
+        RecipeError: a file does not exist or cannot be read, an option is unknown, or the template
+            is not for FSDP2.
     """
     options = ["--main_process_port", "0", *options]
-    launch, _, _ = validate_launch_command(
-        parse_launch(Path("sft.py"), find_file("template", template), options)
-    )
+    parsed = parse_launch(Path("sft.py"), find_file("template", template), options)
+    launch, _, _ = validate_launch_command(parsed)
     environment = {
         name: value
         for name, value in prepare_multi_gpu_env(launch).items()
@@ -70,18 +83,13 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
     }
     if environment.get("FSDP_VERSION") != "2":
         raise ToolError(
-            f"{template} is not for FSDP2, which alone can be planned. Use a template with fsdp_version: 2."
+            f"{template} is not for FSDP2, which alone can be planned. Use a template with "
+            "fsdp_version: 2."
         )
-    environment["ACCELERATE_USE_CPU"] = (
-        "true"  # so that a recipe for GPUs can be read on any machine
-    )
+    environment["ACCELERATE_USE_CPU"] = "true"  # so that any machine can read a recipe for GPUs
+    argv = ["--config", str(find_file("recipe", recipe))] if recipe else []
     with mock.patch.dict(os.environ, environment):
-        arguments = parse_arguments(
-            [
-                *(["--config", str(find_file("recipe", recipe))] if recipe else []),
-                *launch.training_script_args,
-            ]
-        )
+        arguments = parse_arguments([*argv, *launch.training_script_args])
     return Job(arguments, environment, launch.num_processes, bool(launch.use_cpu))
 
 
@@ -95,11 +103,13 @@ def read_config(job: Job) -> PreTrainedConfig:
 
 
 def find_config(name: str) -> PreTrainedConfig:
-    """Return the config of a directory or Hub id. A Hub id with a copy in models/ needs neither network nor access rights."""
+    """Return the config of a directory or Hub id.
+
+    A Hub id with a copy in models/ needs neither network nor access rights.
+    """
     copy = Path(__file__).parents[1] / "models" / f"{name.replace('/', '--')}.json"
+    has_copy = copy.is_file() and not Path(name).is_dir()
     try:
-        return AutoConfig.from_pretrained(
-            copy if copy.is_file() and not Path(name).is_dir() else name
-        )
+        return AutoConfig.from_pretrained(copy if has_copy else name)
     except (OSError, ValueError) as error:
         raise ToolError(f"the config of {name} cannot be read: {describe(error)}") from error

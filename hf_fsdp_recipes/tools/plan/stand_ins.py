@@ -1,0 +1,131 @@
+"""What the planner uses in place of an Accelerator, of bitsandbytes' layers and of some functions.
+
+The functions differ on a GPU, or cannot run on fake tensors.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from accelerate import FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from hf_fsdp_recipes.tools.plan.job import Job
+from hf_fsdp_recipes.upstream.planner_internals import (
+    MULTIPLY_GROUPS,
+    NEEDS_NO_MASK,
+    TILES,
+    chunked_logprob,
+    masking_utils,
+    moe,
+)
+
+SCALE_BYTES = 4 / 64  # of each value: a float32 for each block
+NESTED_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)  # the scales are quantized, too
+
+
+def stand_in_for_accelerator(
+    plugin: FullyShardedDataParallelPlugin, mesh: DeviceMesh, mixed_precision: str
+) -> SimpleNamespace:
+    """Return what Accelerate's functions for FSDP2 read of an Accelerator."""
+    return SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
+        mixed_precision=mixed_precision,
+        is_main_process=False,
+        device=torch.device("cpu"),
+    )
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer with a weight in 4 bits, like bitsandbytes' Linear4bit. It has no data.
+
+    Args:
+        linear: the layer that it replaces.
+        dtype: in which packed values are stored, and in which they are multiplied.
+        is_nested: whether the scales are quantized, too. Every rank has all scales.
+    """
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype, is_nested: bool) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        num_values = linear.weight.numel()
+        packed = torch.empty(num_values // (2 * dtype.itemsize), 1, dtype=dtype, device="meta")
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+        if is_nested:
+            scale_bytes = round(num_values * NESTED_SCALE_BYTES)
+        else:
+            scale_bytes = round(num_values * SCALE_BYTES)
+        scales = torch.empty(scale_bytes, dtype=torch.uint8, device="meta")
+        self.register_buffer("scales", scales, persistent=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Unpack the weight and multiply rows by it. In the backward pass, unpack it again."""
+
+        def unpack(_: object = None) -> Tensor:
+            return self.weight.new_empty(self.out_features, self.in_features).t()
+
+        rows = rows.to(self.weight.dtype)
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack):
+            return rows @ unpack()
+
+
+def pack_linears(model: PreTrainedModel, dtype: torch.dtype, is_nested: bool) -> None:
+    """Pack the weights of linear layers, except the head, into 4 bits."""
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and module is not head:
+            model.set_submodule(name, PackedLinear(module, dtype, is_nested))
+
+
+@contextmanager
+def replaced_functions(job: Job) -> Iterator[None]:
+    """Replace functions that differ on a GPU or fail on fake tensors. Restore them at the end."""
+    with ExitStack() as stack:
+        for module, name, replacement in _replacements(job):
+            stack.enter_context(mock.patch.object(module, name, replacement))
+        yield
+
+
+def _replacements(job: Job) -> Iterator[tuple[object, str, Callable[..., object]]]:
+    """Generate (module, name, replacement) of each function."""
+    is_flash = "flash" in str(job.arguments.model.attn_implementation)
+    is_padded = job.shape[0] > 1 and not job.arguments.training.packing
+    # SDPA needs a mask for padded rows, for packed rows and for sliding windows.
+    has_mask = not is_flash and (job.is_joined or is_padded)
+
+    def ignore_mask(
+        padding: object,
+        length: int,
+        kv_length: int,
+        offset: object,
+        kv_offset: object,
+        window: int | None = None,
+    ) -> bool:
+        is_windowed = window is not None and kv_length >= window
+        return is_flash or not (has_mask or is_windowed)
+
+    yield masking_utils, NEEDS_NO_MASK, ignore_mask
+
+    def find_packed(position_ids: Tensor) -> Tensor | None:
+        return position_ids if has_mask else None
+
+    yield masking_utils, "find_packed_sequence_indices", find_packed
+    # The result has the same shape as that of the real function.
+    yield moe, MULTIPLY_GROUPS, lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0]
+    if job.on_cpu:
+        return
+    attend: Callable[..., Tensor] = nn.functional.scaled_dot_product_attention
+
+    def attend_without_dropout(*args: object, dropout_p: float = 0.0, **kwargs: object) -> Tensor:
+        return attend(*args, **kwargs)
+
+    # On GPUs, attention kernels have dropout, and Triton kernels work in place.
+    yield nn.functional, "scaled_dot_product_attention", attend_without_dropout
+    for name in TILES:
+        yield chunked_logprob, name, lambda *args, **kwargs: None
