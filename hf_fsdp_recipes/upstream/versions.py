@@ -1,7 +1,7 @@
 """The tested versions of upstream packages, and the error if one of their names has moved."""
 
 from importlib.metadata import version
-from types import FunctionType
+from typing import Any
 
 from hf_fsdp_recipes.errors import PatchError
 
@@ -16,7 +16,7 @@ def patch_error(package: str, problem: str, remains: str) -> PatchError:
     )
 
 
-def check_is_read(name: str, reader: FunctionType, remains: str) -> None:
+def check_is_read(name: str, reader: Any, remains: str) -> None:
     """Raise a PatchError if a function does not read an attribute that this package sets for it."""
     code = reader.__code__
     package = reader.__module__.partition(".")[0]
