@@ -19,7 +19,14 @@ PACKAGES = [
     "datasets",
     "bitsandbytes",
 ]
-TESTS = ["loading", "checkpointing", "export", "patches", "training/test_adjustments_ranks.py"]
+TESTS = [
+    "loading",
+    "checkpointing",
+    "export",
+    "patches",
+    "upstream",
+    "training/test_adjustments_ranks.py",
+]
 # Tests of what upstream itself cannot do in an environment's versions, for pytest's -k.
 # docs/upstream.md says what.
 CPU_RANKS_WITHOUT_FSDP = "test_without_fsdp_trainer_saves_and_the_callback_exports"
