@@ -43,9 +43,11 @@ def find_faults(config: Settings) -> list[str]:
         for name, value in sections["fsdp_config"].items()
     }
     parallel = sections["parallelism_config"]
-    faults.extend(_find_unknown(config, fsdp, parallel))
-    faults.extend(_check_launch(config))
-    faults.extend(_check_sizes(config, parallel))
+    faults = [
+        *_find_unknown(config, fsdp, parallel),
+        *_check_launch(config),
+        *_check_sizes(config, parallel),
+    ]
     if fsdp or config.get("distributed_type") == "FSDP":
         faults.extend(_check_fsdp(fsdp))
     return faults
@@ -57,12 +59,10 @@ def _find_unknown(config: Settings, fsdp: Settings, parallel: Settings) -> Itera
     # Accelerate merges both sections into the launcher's arguments, so a setting must have the
     # name of one of these arguments.
     arguments = ["fsdp_ignored_modules", *vars(launch_command_parser().parse_args(["script.py"]))]
-    known_of_fsdp = [name for name in arguments if name.startswith("fsdp_")]
-    known_of_parallel = [name for name in arguments if name.startswith("parallelism_config_")]
     for section, known in (
-        (config, [*ClusterConfig.__dataclass_fields__]),
-        (fsdp, known_of_fsdp),
-        (parallel, known_of_parallel),
+        (config, ClusterConfig.__dataclass_fields__),
+        (fsdp, [name for name in arguments if name.startswith("fsdp_")]),
+        (parallel, [name for name in arguments if name.startswith("parallelism_config_")]),
     ):
         for name in sorted({*map(str, section)}.difference(known)):
             close = get_close_matches(name, known, 1, cutoff=0.5)

@@ -55,13 +55,12 @@ def find_file(kind: Kind, name: str) -> Path:
     """
     directory = shipped_directory(kind)
     relative = name.removeprefix(f"{FOLDERS[kind]}/")
-    candidates = (
+    for file in (
         Path(name),
         Path(f"{name}.yaml"),
         directory / relative,
         directory / f"{relative}.yaml",
-    )
-    for file in candidates:
+    ):
         if file.is_file():
             return file
     names = [file.stem for file in shipped_files(kind)]
@@ -126,8 +125,9 @@ def copy(name: Name) -> None:
         target for target in existing if not filecmp.cmp(target, sources[target], shallow=False)
     ]
     if changed:
-        names = ", ".join(changed)
-        raise ToolError(f"{names} exists here already. Move it, or use another directory.")
+        raise ToolError(
+            f"{', '.join(changed)} exists here already. Move it, or use another directory."
+        )
     for target, source in sources.items():
         if target in existing:
             print(f"kept {target}")

@@ -8,9 +8,8 @@ import re
 import statistics
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Context, Option
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LOG_FILE = "log.txt"
-RANK_LOGS = "logs"
 FINISHED = "finished"
 OUT_OF_MEMORY = "OOM"
 # The first 3 of the 13 steps are warm-up.
@@ -54,8 +51,7 @@ EXPLANATION = (
 )
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What is known of a case: its status, and those of COLUMNS that were measured."""
 
     template: str
@@ -92,14 +88,18 @@ def sweep(
         for ranks in sorted(set(num_processes)):
             case = output_dir / f"{template.stem}_{ranks}ranks"
             case.mkdir(parents=True, exist_ok=True)
-            log = case / LOG_FILE
+            log = case / "log.txt"
             log.unlink(missing_ok=True)
             (case / METRICS_FILE).unlink(missing_ok=True)
-            arguments = [*MEASURE_ONLY.split(), *context.args]
-            arguments += [f"--num_processes={ranks}", f"--output_dir={case}"]
+            arguments = [
+                *MEASURE_ONLY.split(),
+                *context.args,
+                f"--num_processes={ranks}",
+                f"--output_dir={case}",
+            ]
             run_recipe(template, arguments, log, on_cpu=not torch.accelerator.is_available())
             print(f"{case.name}: {find_status(case)}", flush=True)
-    print(write_table(output_dir).read_text())
+    print(write_table(output_dir))
 
 
 def find_status(case: Path) -> str:
@@ -108,11 +108,14 @@ def find_status(case: Path) -> str:
     It is "finished", "OOM", "not run", or "failed: " and the reason.
     """
     entries = read_metrics(case / METRICS_FILE)
-    num_done = max((entry.get("step", 0) for entry in entries), default=0)
-    num_steps = max((entry.get("max_steps", 0) for entry in entries), default=0)
-    if any(entry.get("ended_at_step") == num_steps for entry in entries):
-        return FINISHED
-    files = [*case.glob("*log*"), *sorted((case / RANK_LOGS).rglob("*"))]
+    num_done = 0
+    num_steps = 0
+    for entry in entries:
+        num_done = entry.get("step", num_done)
+        num_steps = entry.get("max_steps", num_steps)
+        if entry.get("ended_at_step") == num_steps:
+            return FINISHED
+    files = [*case.glob("*log*"), *sorted((case / "logs").rglob("*"))]
     log = "\n".join(file.read_text(errors="replace") for file in files if file.is_file())
     if OUT_OF_MEMORY_MESSAGE.search(log):
         return OUT_OF_MEMORY
@@ -140,12 +143,13 @@ def read_measurements(case: Path) -> dict[str, float]:
     steps = [entry for entry in entries if "loss" in entry and not entry.get("is_warmup")]
     if not steps:
         return {}
-    rates = {name: average(steps, name) for name in COLUMNS}
-    measured = {name: rate for name, rate in rates.items() if rate is not None}
-    measured["gigabytes"] = _peak_bytes(steps) / 1e9
     step_seconds = statistics.median(step["step_seconds"] for step in steps)
-    measured["step_seconds"] = step_seconds
-    start = next(entry for entry in entries if "run" in entry)
+    measured = {"gigabytes": _peak_bytes(steps) / 1e9, "step_seconds": step_seconds}
+    for name in ("tokens_per_second", "tokens_per_second_per_device", "mfu"):
+        rate = average(steps, name)
+        if rate is not None:
+            measured[name] = rate
+    start = entries[0]  # the entry for the start of the run
     if "num_rows" in start:  # otherwise the dataset is a stream
         rows_of_rank = start["batch_per_device"] * start["gradient_accumulation_steps"]
         num_steps = math.ceil(start["num_rows"] / (rows_of_rank * start["num_ranks"]))
@@ -162,20 +166,20 @@ def _peak_bytes(steps: Sequence[Entry]) -> int:
     return 0
 
 
-def write_table(output_dir: Path) -> Path:
+def write_table(output_dir: Path) -> str:
     """Write sweep.md and sweep.png from what the cases have measured so far.
 
-    Returns the path of sweep.md.
+    Returns the text of sweep.md.
 
     Raises:
         ToolError: the directory holds no case.
     """
-    results = [read_result(case) for case in output_dir.glob("*_*ranks") if case.is_dir()]
+    cases = [case for case in output_dir.glob("*_*ranks") if case.is_dir()]
+    results = sorted(map(read_result, cases))
     if not results:
         raise ToolError(
             f"{output_dir} holds no case of a sweep. Pass the --output_dir of `hf-fsdp sweep`."
         )
-    results.sort(key=lambda result: (result.template, result.ranks))
     titles = ["template", "ranks", *(title for title, _ in COLUMNS.values())]
     lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
     failures = []
@@ -191,8 +195,8 @@ def write_table(output_dir: Path) -> Path:
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *failures, "", EXPLANATION, "", "![scaling](sweep.png)", ""]
     draw(results).savefig(output_dir / "sweep.png")
-    table = output_dir / "sweep.md"
-    table.write_text("\n".join(lines))
+    table = "\n".join(lines)
+    (output_dir / "sweep.md").write_text(table)
     return table
 
 
@@ -204,11 +208,10 @@ def draw(results: Sequence[Result]) -> "Figure":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 12), layout="constrained")
-    panels = figure.subplots(3, 2).flat
-    for axes, name in zip(panels, COLUMNS, strict=True):
+    for axes, name in zip(figure.subplots(3, 2).flat, COLUMNS, strict=True):
         draw_panel(axes, name, results)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    lines_and_labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*lines_and_labels, loc="outside lower center", ncols=4)
     return figure
 
 
@@ -240,7 +243,7 @@ def draw_panel(axes: "Axes", name: str, results: Sequence[Result]) -> None:
                 ha="center",
             )
     axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_xticks(counts, map(str, counts))
     axes.set_xlim(counts[0] / 1.3, counts[-1] * 1.3)
     title, _ = COLUMNS[name]
     style(axes, title, "ranks")

@@ -5,6 +5,7 @@ If the recipe does not fit, lists options that save memory.
 
 import logging
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Exit, Option
@@ -77,8 +78,11 @@ def plan(
     elif needed_bytes(job, memory) <= limit_gigabytes * 1e9:
         print(f"fits in {limit_gigabytes:g} GB")
     else:
-        print(f"does not fit in {limit_gigabytes:g} GB. Options that save memory, if not set yet:")
-        print("  " + "\n  ".join(ADVICE))
+        print(
+            f"does not fit in {limit_gigabytes:g} GB. Options that save memory, if not set yet:",
+            *ADVICE,
+            sep="\n  ",
+        )
         raise Exit(1)
 
 
@@ -95,28 +99,27 @@ def needed_bytes(job: "Job", memory: "StepMemory") -> float:
     return needed
 
 
-def describe(job: "Job", memory: "StepMemory", gpu_tflops: float) -> list[str]:
-    """Return the lines of text that describe the plan."""
+def describe(job: "Job", memory: "StepMemory", gpu_tflops: float) -> Iterator[str]:
+    """Generate the lines of text that describe the plan."""
     training = job.arguments.training
     rows, length = job.shape
     total = needed_bytes(job, memory)
     assumed = total - sum(memory.peak.values())
     parts = memory.peak | {"context, NCCL, fragmentation (assumed)": assumed}
-    lines = [
+    yield (
         f"{job.num_ranks} ranks; each: {rows} x {length} tokens, "
-        f"{training.gradient_accumulation_steps} times per step",
-        "memory of one rank at the peak of a step:",
-    ]
+        f"{training.gradient_accumulation_steps} times per step"
+    )
+    yield "memory of one rank at the peak of a step:"
     for name, size in sorted(parts.items(), key=lambda part: -part[1]):
         if size:
-            lines.append(f"{size / 1e9:9.2f} GB  {name}")
-    lines.append(f"{total / 1e9:9.2f} GB  in total")
+            yield f"{size / 1e9:9.2f} GB  {name}"
+    yield f"{total / 1e9:9.2f} GB  in total"
     if memory.flops and not job.on_cpu:
         seconds = memory.flops / (MFU * gpu_tflops * 1e12)
-        lines.append(
+        yield (
             f"{seconds:9.2g} s   for a step, if GPUs reach {MFU:.0%} of {gpu_tflops:g} TFLOP/s "
             "(assumed)"
         )
     if training.use_liger_kernel:
-        lines.append("The plan does not know Liger's kernels, with which a rank needs less.")
-    return lines
+        yield "The plan does not know Liger's kernels, with which a rank needs less."

@@ -51,8 +51,9 @@ class Job(NamedTuple):
         The condition is copied from `SFTTrainer.__init__`.
         """
         training = self.arguments.training
-        is_packed = training.packing and training.packing_strategy.startswith("bfd")
-        return training.padding_free or is_packed
+        return training.padding_free or (
+            training.packing and training.packing_strategy.startswith("bfd")
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,8 +74,9 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
         RecipeError: a file does not exist or cannot be read, an option is unknown, or the template
             is not for FSDP2.
     """
-    options = ["--main_process_port", "0", *options]
-    parsed = parse_launch(Path("sft.py"), find_file("template", template), options)
+    parsed = parse_launch(
+        Path("sft.py"), find_file("template", template), ["--main_process_port", "0", *options]
+    )
     launch, _, _ = validate_launch_command(parsed)
     environment = {
         name: value

@@ -3,9 +3,10 @@
 The functions differ on a GPU, or cannot run on fake tensors.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -57,11 +58,8 @@ class PackedLinear(nn.Linear):
         packed = torch.empty(num_values // (2 * dtype.itemsize), 1, dtype=dtype, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
-        if is_nested:
-            scale_bytes = round(num_values * NESTED_SCALE_BYTES)
-        else:
-            scale_bytes = round(num_values * SCALE_BYTES)
-        scales = torch.empty(scale_bytes, dtype=torch.uint8, device="meta")
+        scale_bytes = NESTED_SCALE_BYTES if is_nested else SCALE_BYTES
+        scales = torch.empty(round(num_values * scale_bytes), dtype=torch.uint8, device="meta")
         self.register_buffer("scales", scales, persistent=False)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -87,12 +85,12 @@ def pack_linears(model: PreTrainedModel, dtype: torch.dtype, is_nested: bool) ->
 def replaced_functions(job: Job) -> Iterator[None]:
     """Replace functions that differ on a GPU or fail on fake tensors. Restore them at the end."""
     with ExitStack() as stack:
-        for module, name, replacement in _replacements(job):
-            stack.enter_context(mock.patch.object(module, name, replacement))
+        for replacement in _replacements(job):
+            stack.enter_context(mock.patch.object(*replacement))
         yield
 
 
-def _replacements(job: Job) -> Iterator[tuple[object, str, Callable[..., object]]]:
+def _replacements(job: Job) -> Iterator[tuple[object, str, object]]:
     """Generate (module, name, replacement) of each function."""
     is_flash = "flash" in str(job.arguments.model.attn_implementation)
     is_padded = job.shape[0] > 1 and not job.arguments.training.packing
@@ -120,9 +118,9 @@ def _replacements(job: Job) -> Iterator[tuple[object, str, Callable[..., object]
     yield moe, MULTIPLY_GROUPS, lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0]
     if job.on_cpu:
         return
-    attend: Callable[..., Tensor] = nn.functional.scaled_dot_product_attention
+    attend = nn.functional.scaled_dot_product_attention
 
-    def attend_without_dropout(*args: object, dropout_p: float = 0.0, **kwargs: object) -> Tensor:
+    def attend_without_dropout(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
         return attend(*args, **kwargs)
 
     # On GPUs, attention kernels have dropout, and Triton kernels work in place.

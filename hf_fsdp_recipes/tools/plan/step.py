@@ -5,11 +5,9 @@ has the planned size. The model, PEFT's adapter, Accelerate's FSDP2 units and TR
 torch's `MemTracker` counts what is allocated and freed. `stand_ins.py` has what is replaced.
 """
 
-import copy
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,7 +19,6 @@ from peft import get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import get_peft_config
 
 from hf_fsdp_recipes.errors import ToolError
@@ -50,14 +47,14 @@ from hf_fsdp_recipes.upstream.planner_internals import (
     fsdp2_prepare_model,
 )
 
-# {part of the optimizer's name: number of its state tensors for each trained parameter}
-NUM_STATES = {"sgd": 0, "lion": 1, "rmsprop": 1, "adamw": 2}
-KINDS = {  # {torch's kind of memory: name in the plan}
-    MemoryKind.PARAM: "parameters",
-    MemoryKind.BUFFER: "parameters",
-    MemoryKind.OTH: "parameters",  # buffers, if the parameters are offloaded
-    MemoryKind.ACT: "forward pass: activations, gathered units",
-    MemoryKind.TEMP: "backward pass: gradients, gathered units, temporary tensors",
+# {part of the optimizer's name: number of its state tensors on the device for each trained
+# parameter}. The first part that fits counts; the other optimizers have two.
+NUM_STATES = {"paged": 0, "sgd": 0, "lion": 1, "rmsprop": 1}
+KINDS = {  # {name in the plan: torch's kinds of memory}
+    # OTH has the buffers, if the parameters are offloaded.
+    "parameters": [MemoryKind.PARAM, MemoryKind.BUFFER, MemoryKind.OTH],
+    "forward pass: activations, gathered units": [MemoryKind.ACT],
+    "backward pass: gradients, gathered units, temporary tensors": [MemoryKind.TEMP],
 }
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,6 +68,8 @@ class StepMemory(NamedTuple):
 
 def measure_step(config: PreTrainedConfig, job: Job) -> StepMemory:
     """Return what a step of the job needs on one rank. Meanwhile, a fake process group exists.
+
+    The config is changed.
 
     Raises:
         ToolError: the ranks are no multiple of the replicas, the recipe trains nothing, or PEFT
@@ -113,13 +112,12 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
     chosen = job.arguments.model
     training = job.arguments.training
     model: Any = _build_base(config, job)
-    if chosen.use_peft:
-        try:
-            peft_config = get_peft_config(chosen)
-            assert peft_config is not None
+    try:
+        peft_config = get_peft_config(chosen)
+        if peft_config:
             model = get_peft_model(model, peft_config)
-        except ValueError as error:
-            raise ToolError(f"PEFT cannot add this adapter: {error}") from error
+    except ValueError as error:
+        raise ToolError(f"PEFT cannot add this adapter: {error}") from error
     trained = _trained_parameters(model)
     if not trained:
         raise ToolError(
@@ -129,12 +127,12 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
         for parameter in trained:
             parameter.data = parameter.data.to(torch.bfloat16)  # as SFTTrainer does
     if training.gradient_checkpointing:
-        options = training.gradient_checkpointing_kwargs or {}
-        assert isinstance(options, dict)  # TrainingArguments parses strings
+        # TrainingArguments parses strings.
+        options: Any = training.gradient_checkpointing_kwargs or {}
         model.gradient_checkpointing_enable(
             {"use_reentrant": False, **options, "preserve_rng_state": False}
         )
-        if chosen.use_peft:
+        if peft_config:
             model.enable_input_require_grads()
     return model
 
@@ -142,14 +140,12 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
 def _build_base(config: PreTrainedConfig, job: Job) -> PreTrainedModel:
     """Return the model without an adapter. If the recipe says so, it is packed into 4 bits."""
     chosen = job.arguments.model
-    config = copy.deepcopy(config)
     config.get_text_config().use_cache = False
     config.use_cache = False
     take_quantizer(config)
     architecture = (config.architectures or [""])[0]
     auto_class = getattr(transformers, architecture, AutoModelForCausalLM)
-    dtype = getattr(torch, str(chosen.dtype), None) or config.dtype or torch.float32
-    assert isinstance(dtype, torch.dtype)
+    dtype: Any = getattr(torch, str(chosen.dtype), None) or config.dtype or torch.float32
     # Unless eager attention is chosen, the model has SDPA, if it can.
     attention = "eager" if chosen.attn_implementation == "eager" else None
     model = build_on_meta(config, dtype, auto_class, {"attn_implementation": attention})
@@ -179,15 +175,14 @@ def _count_flops(model: PreTrainedModel, job: Job) -> int | None:
 def _shard(model: Any, mesh: DeviceMesh, job: Job) -> Any:
     """Shard the model as `Accelerator.prepare` does."""
     precision = job.environment["ACCELERATE_MIXED_PRECISION"]
-    plugin = FullyShardedDataParallelPlugin()
+    # What would be on the host is not counted.
+    plugin = FullyShardedDataParallelPlugin(cpu_offload=False, cpu_ram_efficient_loading=False)
     if precision != "no":
         plugin.set_mixed_precision(precision)
-        policy = plugin.mixed_precision_policy
         # as `adjust` does
-        plugin.mixed_precision_policy = dataclasses.replace(policy, reduce_dtype=torch.float32)
-    # What would be on the host is not counted.
-    plugin.cpu_offload = None
-    plugin.cpu_ram_efficient_loading = False
+        plugin.mixed_precision_policy = dataclasses.replace(
+            plugin.mixed_precision_policy, reduce_dtype=torch.float32
+        )
     if job.arguments.model.load_in_4bit:
         precision = "no"  # adapters of 4-bit models stay in bf16
     accelerator = stand_in_for_accelerator(plugin, mesh, precision)
@@ -212,13 +207,14 @@ def _run(model: Any, job: Job) -> dict[str, int]:
     else:
         tracker.track_external(model)
     ids = torch.zeros(job.shape, dtype=torch.long)
+    rows = "attention_mask"
     if job.is_joined:
         ids = ids.view(1, -1)
-    rows = "position_ids" if job.is_joined else "attention_mask"
+        rows = "position_ids"
     inputs = dict.fromkeys(("input_ids", "labels", rows), ids)
     precision = PRECISIONS.get(job.environment["ACCELERATE_MIXED_PRECISION"])
-    assert isinstance(training.accelerator_config, AcceleratorConfig)
-    options = training.accelerator_config.gradient_accumulation_kwargs or {}
+    accelerator_config: Any = training.accelerator_config  # TrainingArguments parses strings
+    options = accelerator_config.gradient_accumulation_kwargs or {}
     # One micro-batch stands for all those before the last one.
     is_accumulated = training.gradient_accumulation_steps > 1
     with tracker:
@@ -238,7 +234,7 @@ def _move_gradient_to_host(parameter: Tensor) -> None:
 class QuietModTracker(ModTracker):
     """torch's tracker of modules, which calls no hooks of others."""
 
-    def register_user_hooks(self, *hooks: Callable[..., object] | None) -> None:
+    def register_user_hooks(self, *hooks: object) -> None:
         """Ignore the hooks."""
 
 
@@ -265,10 +261,7 @@ class StepTracker(MemTracker):
     def sizes(self, when: str) -> dict[str, int]:
         """Return the bytes of each kind, now ("current") or at the peak."""
         [snapshot] = self.get_tracker_snapshot(when).values()
-        sizes = dict.fromkeys(KINDS.values(), 0)
-        for kind, name in KINDS.items():
-            sizes[name] += snapshot[kind]
-        return sizes
+        return {name: sum(snapshot[kind] for kind in kinds) for name, kinds in KINDS.items()}
 
 
 def _add_optimizer(model: Any, tracker: StepTracker, job: Job) -> dict[str, int]:
@@ -279,7 +272,7 @@ def _add_optimizer(model: Any, tracker: StepTracker, job: Job) -> dict[str, int]
     optimizer = optimizer_name(job.arguments.training)
     size = sum(parameter.to_local().nbytes for parameter in _trained_parameters(model))
     num_states = next((number for part, number in NUM_STATES.items() if part in optimizer), 2)
-    if job.is_offloaded or "paged" in optimizer:
+    if job.is_offloaded:
         num_states = 0
     resident = {"optimizer state": num_states * size}
     in_passes = tracker.sizes("peak") | resident
