@@ -112,8 +112,7 @@ class HostCopy:
         self.close()
         tensors = originals.tensors.values()
         self._copies = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
-        num_cores = len(os.sched_getaffinity(0))
-        num_threads = max(1, num_cores // self._num_ranks_on_node)
+        num_threads = max(1, len(os.sched_getaffinity(0)) // self._num_ranks_on_node)
         touch(self._copies, num_threads)
         for original, memory in zip(tensors, self._copies, strict=True):
             if original.device.type == "cuda" and self._can_pin:
