@@ -84,7 +84,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             floating-point dtype.
     """
 
-    # Trainer's state at the last complete save, or at the start. It holds the best model until then.
+    # Trainer's state at the last complete save, or at the start. It names the best model so far.
     _kept_state: TrainerState
 
     def __init__(
@@ -164,8 +164,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     def on_pre_optimizer_step(self, *_: object, **kwargs: object) -> None:
         """Start the exchange that tells all ranks of a signal or a failed save on any rank."""
         if self._flags is not None and not self._stop_signal:
-            has_failed = self._writer is not None and self._writer.has_failed
-            self._flags.start(has_failed)
+            self._flags.start(self._writer is not None and self._writer.has_failed)
 
     def on_step_end(
         self,

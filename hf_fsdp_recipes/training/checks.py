@@ -48,8 +48,7 @@ def check_arguments(arguments: Arguments) -> None:
         raise RecipeError(" ".join(mistakes))
     dtype = str(arguments.model.dtype)
     keeps_masters = is_fsdp_requested() and (training.bf16 or training.fp16)
-    is_low_precision = dtype in ("bfloat16", "float16")
-    if is_low_precision and not arguments.model.use_peft and not keeps_masters:
+    if dtype in ("bfloat16", "float16") and not arguments.model.use_peft and not keeps_masters:
         distributed.print_main(
             f"note: the weights are trained in {dtype}, without float32 master weights, so small "
             "updates are lost."
