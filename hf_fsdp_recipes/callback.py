@@ -1,5 +1,6 @@
 """`ShardedCheckpointCallback` connects Trainer's events to checkpointing/ and export/."""
 
+import copy
 import functools
 import logging
 import os
@@ -7,7 +8,7 @@ import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
@@ -38,14 +39,6 @@ logger = logging.getLogger(__name__)
 
 EXIT_PREEMPTED = 85  # exit status of each rank when a signal stops the run and the save is complete
 STATE_KEY = "ShardedCheckpoints"  # key of the run's id in `TrainerState.stateful_callbacks`
-
-
-class BestModel(NamedTuple):
-    """What Trainer notes of its best model."""
-
-    metric: float | None = None
-    step: int | None = None
-    checkpoint: str | None = None
 
 
 class ShardedCheckpointCallback(TrainerCallback):
@@ -91,6 +84,9 @@ class ShardedCheckpointCallback(TrainerCallback):
             floating-point dtype.
     """
 
+    # Trainer's state at the last complete save, or at the start. It names the best model so far.
+    _kept_state: TrainerState
+
     def __init__(
         self,
         *,
@@ -120,16 +116,14 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._stop_signal = 0
         self._saved_step = -1
         self._last_error: str | None = None
-        # Trainer's best model among the complete checkpoints, and what replaces it when the save in
-        # flight is complete.
-        self._kept_best = BestModel()
-        self._pending_best: BestModel | None = None
+        # It replaces `_kept_state` when the save in flight is complete.
+        self._pending_state: TrainerState | None = None
 
     def on_train_begin(
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        *_: object,
         **kwargs: Any,
     ) -> None:
         """Install the signal handlers.
@@ -150,7 +144,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             distributed.print_main(
                 f"the run is complete: checkpoint-{state.global_step} has all of its steps"
             )
-            self.on_train_end(args, state, control, **kwargs)
+            self.on_train_end(args, state, **kwargs)
             sys.exit()  # otherwise Trainer would train one more step of the unfinished epoch
 
     def _claim_directory(self, args: TrainingArguments, state: TrainerState) -> None:
@@ -165,19 +159,12 @@ class ShardedCheckpointCallback(TrainerCallback):
         directory = RunDirectory(Path(args.output_dir), self._run)
         distributed.run_on_main(lambda: directory.open(state.global_step))
         self._writer = Writer(directory, distributed.new_group())
-        self._kept_best = _best(state)
+        self._kept_state = copy.copy(state)
 
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        *_: object,
-        **kwargs: object,
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: object, **kwargs: object) -> None:
         """Start the exchange that tells all ranks of a signal or a failed save on any rank."""
         if self._flags is not None and not self._stop_signal:
-            has_failed = self._writer is not None and self._writer.has_failed
-            self._flags.start(has_failed)
+            self._flags.start(self._writer is not None and self._writer.has_failed)
 
     def on_step_end(
         self,
@@ -311,7 +298,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         asynchronous = self._asynchronous and not args.push_to_hub
         self._writer.start(save, asynchronous)
         self._saved_step = state.global_step
-        self._pending_best = _best(state)
+        self._pending_state = copy.copy(state)
         if not asynchronous:
             self._settle(state)
             if args.push_to_hub and self._last_error is None:
@@ -337,11 +324,11 @@ class ShardedCheckpointCallback(TrainerCallback):
 
         If it failed, warn, and undo its change of the best model in `state`.
         """
-        if self._pending_best is None or self._writer is None:
+        if self._pending_state is None or self._writer is None:
             return
         self._last_error = self._writer.wait()
         if self._last_error is None:
-            self._kept_best = self._pending_best
+            self._kept_state = self._pending_state
         else:
             if distributed.is_main():
                 logger.warning(
@@ -350,10 +337,10 @@ class ShardedCheckpointCallback(TrainerCallback):
                     self._last_error,
                 )
             if state.best_global_step == self._saved_step:
-                state.best_metric = self._kept_best.metric
-                state.best_global_step = self._kept_best.step
-                state.best_model_checkpoint = self._kept_best.checkpoint
-        self._pending_best = None
+                state.best_metric = self._kept_state.best_metric
+                state.best_global_step = self._kept_state.best_global_step
+                state.best_model_checkpoint = self._kept_state.best_model_checkpoint
+        self._pending_state = None
 
     def _close(self) -> None:
         """Undo what `on_train_begin` did."""
@@ -365,14 +352,6 @@ class ShardedCheckpointCallback(TrainerCallback):
                 self._writer.directory.close()
         self._writer = None
         self._flags = None
-
-
-def _best(state: TrainerState) -> BestModel:
-    return BestModel(
-        state.best_metric,
-        state.best_global_step,
-        state.best_model_checkpoint,
-    )
 
 
 def _complete_small_files(trainer: Trainer, written: Path, best_path: str | None) -> None:

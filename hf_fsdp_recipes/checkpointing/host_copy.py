@@ -8,7 +8,6 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,13 +23,13 @@ REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all CUDA contexts
 PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 # What Accelerate passes to torch DCP: {"model": state dict} or {"optimizer": state dict}.
-State: TypeAlias = Mapping[str, Mapping[str, object]]
+State = Mapping[str, Mapping[str, object]]
 # The keys and indices that lead to a tensor in a nested state.
-TensorPath: TypeAlias = tuple[object, ...]
+TensorPath = tuple[object, ...]
 # A tensor's form and its view of memory. The form is what two tensors must have in common to be
 # copied to the same memory. The pair is equal for two names of one tensor, and differs between
 # tensors that have memory.
-Identity: TypeAlias = tuple[object, object]
+Identity = tuple[object, object]
 
 
 class HostCopy:
@@ -68,8 +67,7 @@ class HostCopy:
             return None
         # Other ranks need as much. What was allocated for another state is freed first.
         needed_bytes = count_bytes(originals.tensors.values()) * self._num_ranks_on_node
-        own_bytes = count_bytes(self._copies) * self._num_ranks_on_node
-        left_bytes = available_host_bytes() + own_bytes
+        left_bytes = available_host_bytes() + count_bytes(self._copies) * self._num_ranks_on_node
         if needed_bytes <= USED_SHARE * left_bytes:
             return None
         return (
@@ -112,8 +110,7 @@ class HostCopy:
         self.close()
         tensors = originals.tensors.values()
         self._copies = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
-        num_cores = len(os.sched_getaffinity(0))
-        num_threads = max(1, num_cores // self._num_ranks_on_node)
+        num_threads = max(1, len(os.sched_getaffinity(0)) // self._num_ranks_on_node)
         touch(self._copies, num_threads)
         for original, memory in zip(tensors, self._copies, strict=True):
             if original.device.type == "cuda" and self._can_pin:

@@ -132,22 +132,18 @@ def check_pickles(directory: Path) -> None:
     # DCP also reads `__<rank>.metadata`.
     for path in {directory / ".metadata", *directory.glob("*.metadata")}:
         with path.open("rb") as stream:
-            metadata = _MetadataUnpickler(stream).load()
-        _check_entries(directory, metadata)
-
-
-def _check_entries(directory: Path, metadata: Metadata) -> None:
-    # A forged dict may have an `items` of its own, which hides its entries.
-    for index, info in dict.items(metadata.storage_data):
-        if type(metadata.state_dict_metadata[index.fqn]) is TensorStorageMetadata:
-            continue
-        if info.relative_path != Path(info.relative_path).name or info.transform_descriptors:
-            raise pickle.UnpicklingError(
-                f"it refers to {info.relative_path}, which torch does not write there"
-            )
-        with (directory / info.relative_path).open("rb") as stream:
-            stream.seek(info.offset)
-            torch.load(io.BytesIO(stream.read(info.length)), weights_only=True)
+            metadata: Metadata = _MetadataUnpickler(stream).load()
+        # A forged dict may have an `items` of its own, which hides its entries.
+        for index, info in dict.items(metadata.storage_data):
+            if type(metadata.state_dict_metadata[index.fqn]) is TensorStorageMetadata:
+                continue
+            if info.relative_path != Path(info.relative_path).name or info.transform_descriptors:
+                raise pickle.UnpicklingError(
+                    f"it refers to {info.relative_path}, which torch does not write there"
+                )
+            with (directory / info.relative_path).open("rb") as stream:
+                stream.seek(info.offset)
+                torch.load(io.BytesIO(stream.read(info.length)), weights_only=True)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

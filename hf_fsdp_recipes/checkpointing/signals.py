@@ -46,8 +46,8 @@ class StepFlags:
         if self._group is not None:
             self._work = dist.all_reduce(
                 self._flags,
-                op=dist.ReduceOp.MAX,
-                group=self._group,
+                dist.ReduceOp.MAX,
+                self._group,
                 async_op=True,
             )
 

@@ -69,9 +69,7 @@ class Writer:
         background. Otherwise, or if a rank cannot copy its state, all ranks wait until it is
         written.
         """
-        is_copied = False
-        if asynchronous:
-            is_copied = self._copy_state(save)
+        is_copied = asynchronous and self._copy_state(save)
         checked = self._threads.submit(check_finite, save.parts)
         self._written = self._threads.submit(self._write, save, checked)
         if not is_copied:

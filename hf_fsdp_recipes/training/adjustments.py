@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from datasets import IterableDataset
 from torch.distributed.fsdp import FSDPModule
 from transformers import DataCollator, TrainerCallback, TrainingArguments
@@ -91,9 +92,7 @@ class PackingCheck(TrainerCallback):
         for first in (row, other_row):
             batch = self._collate([{"input_ids": ids, "labels": ids} for ids in (first, row)])
             del batch["labels"]
-            for name, value in batch.items():
-                if isinstance(value, torch.Tensor):
-                    batch[name] = value.to(args.device)
+            batch = send_to_device(batch, args.device)
             outputs.append(model(**batch, use_cache=False).logits[0, LENGTH:].float())
         if torch.dist(*outputs) > TOLERANCE * outputs[0].norm():
             attention = getattr(model.config, ATTENTION, None)

@@ -178,8 +178,7 @@ def _find_mistakes(
         yield f"{name} is not an argument{ending}"
     elif value is not None and action.choices and value not in action.choices:
         known = [str(choice) for choice in action.choices]
-        close_values = get_close_matches(str(value), known)
-        listed = ", ".join(close_values or known)
+        listed = ", ".join(get_close_matches(str(value), known) or known)
         yield f"{name} is {value!r}. Set one of {listed}."
     elif value is None or isinstance(value, str) or action.nargs is not None:
         return  # argparse itself checks text

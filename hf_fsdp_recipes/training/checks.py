@@ -48,8 +48,7 @@ def check_arguments(arguments: Arguments) -> None:
         raise RecipeError(" ".join(mistakes))
     dtype = str(arguments.model.dtype)
     keeps_masters = is_fsdp_requested() and (training.bf16 or training.fp16)
-    is_low_precision = dtype in ("bfloat16", "float16")
-    if is_low_precision and not arguments.model.use_peft and not keeps_masters:
+    if dtype in ("bfloat16", "float16") and not arguments.model.use_peft and not keeps_masters:
         distributed.print_main(
             f"note: the weights are trained in {dtype}, without float32 master weights, so small "
             "updates are lost."
@@ -70,19 +69,23 @@ def _check_sources(arguments: Arguments) -> Iterator[str]:
 
 
 def _check_training(training: "SFTConfig") -> Iterator[str]:
-    accumulated = training.gradient_accumulation_steps
     length = training.max_length
-    epochs = training.num_train_epochs
     if not training.output_dir:
         yield "output_dir is empty. Name a directory for checkpoints and the export."
-    if accumulated < 1:
-        yield f"gradient_accumulation_steps is {accumulated}. Set it to at least 1."
+    if training.gradient_accumulation_steps < 1:
+        yield (
+            f"gradient_accumulation_steps is {training.gradient_accumulation_steps}. "
+            "Set it to at least 1."
+        )
     if length is not None and length < 1:
         yield f"max_length is {length}. Set it to at least 1."
     if training.max_steps == 0:
         yield "max_steps is 0, which Trainer ignores. Remove it, or set it to at least 1."
-    if training.max_steps < 0 and epochs <= 0:
-        yield f"num_train_epochs is {epochs}, which trains nothing. Set it above 0."
+    if training.max_steps < 0 and training.num_train_epochs <= 0:
+        yield (
+            f"num_train_epochs is {training.num_train_epochs}, which trains nothing. "
+            "Set it above 0."
+        )
 
 
 def _check_rows(arguments: Arguments) -> Iterator[str]:
@@ -115,7 +118,6 @@ def _check_adapter(arguments: Arguments) -> Iterator[str]:
 def _check_launch(training: "SFTConfig") -> Iterator[str]:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     state_type = os.environ.get("FSDP_STATE_DICT_TYPE")
-    is_fsdp = is_fsdp_requested()
     optimizer = optimizer_name(training)
     optimizers = SHARDABLE + BITSANDBYTES
     if launched != training.world_size:
@@ -123,7 +125,7 @@ def _check_launch(training: "SFTConfig") -> Iterator[str]:
             f"{launched} ranks were launched, but Trainer sees {training.world_size}: each would "
             "train alone. Use `accelerate launch` with a template."
         )
-    if is_fsdp and state_type != "SHARDED_STATE_DICT":
+    if is_fsdp_requested() and state_type != "SHARDED_STATE_DICT":
         yield (
             f"fsdp_state_dict_type is {state_type}, which gathers the model on rank 0 in each save."
             " Set SHARDED_STATE_DICT."
@@ -133,7 +135,7 @@ def _check_launch(training: "SFTConfig") -> Iterator[str]:
             "the template sets mixed_precision: bf16, but the recipe bf16: false. Remove one of "
             "the two."
         )
-    if is_fsdp and optimizer not in optimizers:
+    if is_fsdp_requested() and optimizer not in optimizers:
         yield (
             f"optim: {optimizer} fails to train, save or resume under FSDP2. "
             f"Use one of {', '.join(optimizers)}."

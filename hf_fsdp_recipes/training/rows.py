@@ -136,8 +136,7 @@ def to_alpaca(row: Row) -> Row:
 
 def to_chat(row: Row) -> Row:
     """Turn an instruction/input/output row into a conversation for the model's chat template."""
-    parts = (row["instruction"], row.get("input"))
-    question = "\n\n".join(part for part in parts if part)
+    question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
     return {
         "prompt": [{"role": "user", "content": question}],
         "completion": [{"role": "assistant", "content": row["output"]}],

@@ -75,32 +75,20 @@ class _LocalStep:
     is_paged: bool
     get_state_buffer: Callable[..., torch.Tensor]
 
-    def init_state(
-        self,
-        group: object,
-        p: torch.Tensor,
-        gindex: int,
-        pindex: int,
-    ) -> None:
+    def init_state(self, group: object, p: torch.Tensor, *indices: int) -> None:
         if not isinstance(p, DTensor):
-            return super().init_state(group, p, gindex, pindex)  # type: ignore[misc]
+            return super().init_state(group, p, *indices)  # type: ignore[misc]
         shard = p.to_local().detach()
-        super().init_state(group, shard, gindex, pindex)  # type: ignore[misc]
+        super().init_state(group, shard, *indices)  # type: ignore[misc]
         state = self.state.pop(shard)
         for name, value in state.items():
             if name.startswith("state"):  # as large as the parameter
                 state[name] = _to_sharded(value, p)
         self.state[p] = state
 
-    def update_step(
-        self,
-        group: object,
-        p: torch.Tensor,
-        gindex: int,
-        pindex: int,
-    ) -> None:
+    def update_step(self, group: object, p: torch.Tensor, *indices: int) -> None:
         if not isinstance(p, DTensor):
-            return super().update_step(group, p, gindex, pindex)  # type: ignore[misc]
+            return super().update_step(group, p, *indices)  # type: ignore[misc]
         state = self.state[p]
         shard = p.to_local().detach()
         if not shard.numel():
@@ -112,7 +100,7 @@ class _LocalStep:
             name: value.to_local() if isinstance(value, DTensor) else value
             for name, value in state.items()
         }
-        super().update_step(group, shard, gindex, pindex)  # type: ignore[misc]
+        super().update_step(group, shard, *indices)  # type: ignore[misc]
         state["step"] = self.state.pop(shard)["step"]
 
     def prefetch_state(self, p: torch.Tensor) -> None:

@@ -21,7 +21,6 @@ from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
     parse_flag_from_env,
-    str_to_bool,
 )
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -79,11 +78,12 @@ class Patch:
         setattr(holder, attribute, replaced)
 
     def _error(self, found: str) -> PatchError:
-        problem = (
+        return patch_error(
+            self.module,
             f"{found}, so this package cannot replace "
-            f"{self.module}.{self.name}({', '.join(self.parameters)})"
+            f"{self.module}.{self.name}({', '.join(self.parameters)})",
+            self.remains,
         )
-        return patch_error(self.module.partition(".")[0], problem, self.remains)
 
 
 # Accelerate fills meta parameters only from a full state dict, which needs a full copy of the model
@@ -227,10 +227,11 @@ def are_cpu_ranks_requested() -> bool:
     may be unset on CPU ranks. If it is unset, FSDP on a machine without an accelerator counts as
     FSDP on CPU ranks.
     """
-    flag = os.environ.get("ACCELERATE_USE_CPU")
-    return is_fsdp_requested() and (
-        not torch.accelerator.is_available() if flag is None else bool(str_to_bool(flag))
-    )
+    if not is_fsdp_requested():
+        return False
+    if "ACCELERATE_USE_CPU" in os.environ:
+        return parse_flag_from_env("ACCELERATE_USE_CPU")
+    return not torch.accelerator.is_available()
 
 
 def enable_cpu_ranks() -> None:

@@ -63,14 +63,16 @@ def set_local_tensor(sharded: DTensor, local: torch.Tensor) -> None:
 def make_save_planner(folder: str) -> DefaultSavePlanner:
     """Return a planner that sends a rank's plan only when it changes. Each folder has its own."""
     planner = DefaultSavePlanner(enable_plan_caching=True)
-    reader = DefaultSavePlanner.create_local_plan
-    check_is_read("_cached_plans_key", reader, "load_model and export_model work without it")
+    check_is_read(
+        "_cached_plans_key",
+        DefaultSavePlanner.create_local_plan,
+        "load_model and export_model work without it",
+    )
     planner._cached_plans_key = folder
     return planner
 
 
 def set_file_system(writer: FileSystemWriter, file_system: FileSystem) -> None:
     """Let a writer open the files of a checkpoint through `file_system`."""
-    reader = FileSystemWriter.finish
-    check_is_read("fs", reader, "load_model and export_model work without it")
+    check_is_read("fs", FileSystemWriter.finish, "load_model and export_model work without it")
     writer.fs = file_system

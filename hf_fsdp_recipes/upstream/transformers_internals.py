@@ -61,8 +61,11 @@ def new_value(model: PreTrainedModel, name: str) -> torch.Tensor:
 
 def keep_present_units(model: PreTrainedModel) -> None:
     """Let a model's FSDP units be only classes that it has. Accelerate refuses any others."""
-    reader = FullyShardedDataParallelPlugin.set_auto_wrap_policy
-    check_is_read("_no_split_modules", reader, "models of from_pretrained work without it")
+    check_is_read(
+        "_no_split_modules",
+        FullyShardedDataParallelPlugin.set_auto_wrap_policy,
+        "models of from_pretrained work without it",
+    )
     present = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = present & set(model._no_split_modules or ())
 

@@ -8,8 +8,9 @@ from hf_fsdp_recipes.errors import PatchError
 TESTED = {"accelerate": "1.13 to 1.15", "torch": "2.11 to 2.15", "transformers": "5.14 to 5.24"}
 
 
-def patch_error(package: str, problem: str, remains: str) -> PatchError:
-    """Return the error for a name of a package that has moved. `remains` says what still works."""
+def patch_error(module: str, problem: str, remains: str) -> PatchError:
+    """Return the error for a name of a module that has moved. `remains` says what still works."""
+    package = module.partition(".")[0]
     return PatchError(
         f"{problem}: {package} {version(package)} is installed, {TESTED[package]} is tested. "
         f"Install a tested version; {remains}."
@@ -19,7 +20,9 @@ def patch_error(package: str, problem: str, remains: str) -> PatchError:
 def check_is_read(name: str, reader: Any, remains: str) -> None:
     """Raise a PatchError if a function does not read an attribute that this package sets for it."""
     code = reader.__code__
-    package = reader.__module__.partition(".")[0]
     if name not in code.co_names + code.co_consts:
-        problem = f"{reader.__qualname__} does not read {name}, so this package cannot set it"
-        raise patch_error(package, problem, remains)
+        raise patch_error(
+            reader.__module__,
+            f"{reader.__qualname__} does not read {name}, so this package cannot set it",
+            remains,
+        )
