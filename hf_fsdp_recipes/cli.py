@@ -55,8 +55,11 @@ def checkpoints(
     num_usable = 0
     print(f"{'step':>8}  {'MB':>11}  {'ranks':>5}  state")
     for checkpoint in reversed(list_checkpoints(output_dir)):
-        files = [path for path in checkpoint.rglob("*") if path.is_file()]
-        sizes = {str(file.relative_to(checkpoint)): file.stat().st_size for file in files}
+        sizes = {
+            str(path.relative_to(checkpoint)): path.stat().st_size
+            for path in checkpoint.rglob("*")
+            if path.is_file()
+        }
         manifest = read_manifest(checkpoint) or {}
         listed = manifest.get("files", {})
         wrong = [name for name, facts in listed.items() if sizes.get(name) != facts["bytes"]]

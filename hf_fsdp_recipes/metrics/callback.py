@@ -54,6 +54,7 @@ class MetricsCallback(TrainerCallback):
     """
 
     _start: Entry | None  # the entry of this start, until it is written
+    _flops: flops.ModelFlops  # unless _peak_flops is None
     _seconds: dict[str, float]  # {phase: seconds since the last logged step}
     _phase_began_at: float
     _host_bytes: int
@@ -62,7 +63,6 @@ class MetricsCallback(TrainerCallback):
         self._warmup_steps = throughput_warmup_steps
         self._is_running = False
         self._has_warned = False
-        self._flops: flops.ModelFlops | None = None
         self._peak_flops: float | None = None
 
     def on_train_begin(
@@ -221,12 +221,12 @@ class MetricsCallback(TrainerCallback):
             "tokens": tokens,
             "num_steps": num_steps,
             "seconds": self._seconds,
+            "step_seconds": seconds / max(1, num_steps),
         }
-        entry["step_seconds"] = seconds / max(1, num_steps)
         if tokens:
             entry["tokens_per_second"] = tokens / seconds
             entry["tokens_per_second_per_device"] = tokens / seconds / len(ranks)
-        if self._flops and self._peak_flops:
+        if self._peak_flops:
             flops_per_second = self._flops.training(tokens, pairs) / seconds / len(ranks)
             entry["mfu"] = flops_per_second / self._peak_flops
         if state.global_step <= self._warm_at_step:

@@ -67,17 +67,10 @@ def write_report(output_dir: Path) -> Path:
             f"{file} has a line with missing or invalid values ({describe(error)}). Delete it."
         ) from error
     report = output_dir / "report.md"
-    lines = [
-        f"# {run}",
-        "",
-        "| metric | value |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in rows),
-        "",
-        "![plots](report.png)",
-        "",
-    ]
-    report.write_text("\n".join(lines))
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    report.write_text(
+        f"# {run}\n\n| metric | value |\n|---|---|\n{table}\n\n![plots](report.png)\n"
+    )
     return report
 
 
@@ -149,13 +142,10 @@ def _format_log(rows: Sequence[Row], steps: Sequence[Entry]) -> str:
     for step in steps:
         peak_bytes = max(step["device_peak_bytes"]) or max(step["host_bytes"])
         gigabytes = peak_bytes / 1e9
-        columns = [
-            f"{step['step']:>8}",
-            f"{step['loss']:>10.4f}",
-            f"{step['step_seconds']:>10.3f}",
-            f"{gigabytes:>23.2f} GB",
-        ]
-        lines.append(" ".join(columns))
+        lines.append(
+            f"{step['step']:>8} {step['loss']:>10.4f} {step['step_seconds']:>10.3f} "
+            f"{gigabytes:>23.2f} GB"
+        )
     return "\n".join([*lines, ""])
 
 
