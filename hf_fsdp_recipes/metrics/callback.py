@@ -1,10 +1,10 @@
 """`MetricsCallback` measures a Trainer's steps and writes metrics.jsonl and the report."""
 
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,6 @@ class MetricsCallback(TrainerCallback):
     """
 
     _start: Entry | None  # the entry of this start, until it is written
-    _flops: flops.ModelFlops  # unless _peak_flops is None
     _seconds: dict[str, float]  # {phase: seconds since the last logged step}
     _phase_began_at: float
     _host_bytes: int
@@ -77,7 +76,7 @@ class MetricsCallback(TrainerCallback):
         distributed.print_main(str(model))
         start = _describe_run(args, state, model)
         # A stream has no length. Accelerate's shard of it raises an error.
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             start["num_rows"] = len(kwargs["train_dataloader"].dataset)
         try:
             self._flops = flops.find_model_flops(model)
@@ -247,17 +246,16 @@ class MetricsCallback(TrainerCallback):
     def _append(self, entry: Entry) -> None:
         # The first entry starts the file. So a run that is refused before its first step does not
         # change an earlier file.
-        start = self._start
-        self._start = None
         if not distributed.is_main():
             return
-        if start is not None:
+        if self._start:
             with self._errors_as_warnings():
-                metrics_file.begin(self._file, start)
+                metrics_file.begin(self._file, self._start)
+            self._start = None
         with self._errors_as_warnings():
             metrics_file.append(self._file, entry)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _errors_as_warnings(self) -> Iterator[None]:
         """Let errors of the body not end the run.
 

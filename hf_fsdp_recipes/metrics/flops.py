@@ -52,10 +52,6 @@ NUM_EXPERTS = (
     "num_local_experts",
     "n_routed_experts",
 )
-WINDOWED = (
-    "sliding_attention",
-    "chunked_attention",
-)
 
 
 class ModelFlops(NamedTuple):
@@ -98,7 +94,7 @@ def find_model_flops(model: PreTrainedModel) -> ModelFlops:
     if not layer_types:
         kind = "sliding_attention" if window else "full_attention"
         layer_types = [kind] * config.num_hidden_layers
-    num_windowed = sum(map(layer_types.count, WINDOWED))
+    num_windowed = layer_types.count("sliding_attention") + layer_types.count("chunked_attention")
     width = _attention_width(config)
     return ModelFlops(
         *_count_matmuls(model),

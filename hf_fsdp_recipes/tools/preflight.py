@@ -298,8 +298,10 @@ def explain(error: OSError, address: str, port: int) -> str:
             f"main_process_ip {address} is not an address of this host. Pass that of node 0's "
             f"host. {OWN_RANK}"
         )
-    cause = error.strerror or error
-    return f"node 0 cannot be reached at {address} port {port} ({cause}). {advise(address)}"
+    return (
+        f"node 0 cannot be reached at {address} port {port} ({error.strerror or error}). "
+        f"{advise(address)}"
+    )
 
 
 def advise(address: str) -> str:
