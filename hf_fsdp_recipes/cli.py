@@ -55,22 +55,25 @@ def checkpoints(
     num_usable = 0
     print(f"{'step':>8}  {'MB':>11}  {'ranks':>5}  state")
     for checkpoint in reversed(list_checkpoints(output_dir)):
-        files = [path for path in checkpoint.rglob("*") if path.is_file()]
-        sizes = {str(file.relative_to(checkpoint)): file.stat().st_size for file in files}
+        sizes = {
+            str(path.relative_to(checkpoint)): path.stat().st_size
+            for path in checkpoint.rglob("*")
+            if path.is_file()
+        }
         manifest = read_manifest(checkpoint) or {}
-        listed = manifest.get("files", {})
-        wrong = [name for name, facts in listed.items() if sizes.get(name) != facts["bytes"]]
         damage = None
         if verify or not manifest:
             damage = find_damage(checkpoint)
-        elif wrong:
-            damage = f"{wrong[0]} is missing or cut off"
+        else:
+            for name, facts in manifest["files"].items():
+                if sizes.get(name) != facts["bytes"]:
+                    damage = f"{name} is missing or cut off"
+                    break
         if damage is None:
             num_usable += 1
         ranks = manifest.get("world_size", "?")
         megabytes = sum(sizes.values()) / 1e6
-        state = damage or "complete"
-        print(f"{step_of(checkpoint):>8}  {megabytes:>11,.1f}  {ranks:>5}  {state}")
+        print(f"{step_of(checkpoint):>8}  {megabytes:>11,.1f}  {ranks:>5}  {damage or 'complete'}")
     if not num_usable:
         raise ToolError(f"{output_dir} holds no checkpoint that a run can be resumed from.")
 
@@ -128,7 +131,7 @@ def report(
 app.command(context_settings=PASS_ON | {"help_option_names": []})(quickstart)
 
 # Without this, the list of commands would show the line breaks of their docstrings.
-for command in (*app.registered_commands, *recipes_app.registered_commands):
+for command in app.registered_commands + recipes_app.registered_commands:
     paragraph = (inspect.getdoc(command.callback) or "").partition("\n\n")[0]
     command.short_help = paragraph.replace("\n", " ")
 

@@ -1,10 +1,10 @@
 """`MetricsCallback` measures a Trainer's steps and writes metrics.jsonl and the report."""
 
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,6 @@ class MetricsCallback(TrainerCallback):
         self._warmup_steps = throughput_warmup_steps
         self._is_running = False
         self._has_warned = False
-        self._flops: flops.ModelFlops | None = None
         self._peak_flops: float | None = None
 
     def on_train_begin(
@@ -77,7 +76,7 @@ class MetricsCallback(TrainerCallback):
         distributed.print_main(str(model))
         start = _describe_run(args, state, model)
         # A stream has no length. Accelerate's shard of it raises an error.
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             start["num_rows"] = len(kwargs["train_dataloader"].dataset)
         try:
             self._flops = flops.find_model_flops(model)
@@ -221,12 +220,12 @@ class MetricsCallback(TrainerCallback):
             "tokens": tokens,
             "num_steps": num_steps,
             "seconds": self._seconds,
+            "step_seconds": seconds / max(1, num_steps),
         }
-        entry["step_seconds"] = seconds / max(1, num_steps)
         if tokens:
             entry["tokens_per_second"] = tokens / seconds
             entry["tokens_per_second_per_device"] = tokens / seconds / len(ranks)
-        if self._flops and self._peak_flops:
+        if self._peak_flops:
             flops_per_second = self._flops.training(tokens, pairs) / seconds / len(ranks)
             entry["mfu"] = flops_per_second / self._peak_flops
         if state.global_step <= self._warm_at_step:
@@ -247,17 +246,16 @@ class MetricsCallback(TrainerCallback):
     def _append(self, entry: Entry) -> None:
         # The first entry starts the file. So a run that is refused before its first step does not
         # change an earlier file.
-        start = self._start
-        self._start = None
         if not distributed.is_main():
             return
-        if start is not None:
+        if self._start:
             with self._errors_as_warnings():
-                metrics_file.begin(self._file, start)
+                metrics_file.begin(self._file, self._start)
+            self._start = None
         with self._errors_as_warnings():
             metrics_file.append(self._file, entry)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _errors_as_warnings(self) -> Iterator[None]:
         """Let errors of the body not end the run.
 

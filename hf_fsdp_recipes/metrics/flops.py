@@ -52,10 +52,6 @@ NUM_EXPERTS = (
     "num_local_experts",
     "n_routed_experts",
 )
-WINDOWED = (
-    "sliding_attention",
-    "chunked_attention",
-)
 
 
 class ModelFlops(NamedTuple):
@@ -87,7 +83,7 @@ def find_model_flops(model: PreTrainedModel) -> ModelFlops:
     Raises an exception for models of other kinds.
     """
     config = model.config
-    if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
+    if config.is_encoder_decoder or config.get_text_config() is not config:
         raise ValueError(f"{type(config).__name__} is not the config of a decoder for text")
     window = (
         getattr(config, "sliding_window", None)
@@ -98,7 +94,7 @@ def find_model_flops(model: PreTrainedModel) -> ModelFlops:
     if not layer_types:
         kind = "sliding_attention" if window else "full_attention"
         layer_types = [kind] * config.num_hidden_layers
-    num_windowed = sum(kind in WINDOWED for kind in layer_types)
+    num_windowed = layer_types.count("sliding_attention") + layer_types.count("chunked_attention")
     width = _attention_width(config)
     return ModelFlops(
         *_count_matmuls(model),

@@ -1,6 +1,6 @@
 """Measures the host and device memory of this process, in bytes."""
 
-import contextlib
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,13 +48,13 @@ def available_host_bytes() -> int:
     """
     left = [psutil.virtual_memory().available]
     memberships = Path("/proc/self/cgroup")
-    lines = memberships.read_text().splitlines() if memberships.exists() else []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            left += read_cgroups(CGROUPS, path, CGROUP_V2)
-        elif "memory" in controllers.split(","):
-            left += read_cgroups(CGROUPS / "memory", path, CGROUP_V1)
+    if memberships.exists():
+        for line in memberships.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                left += read_cgroups(CGROUPS, path, CGROUP_V2)
+            elif "memory" in controllers.split(","):
+                left += read_cgroups(CGROUPS / "memory", path, CGROUP_V1)
     return min(left)
 
 
@@ -71,7 +71,7 @@ def read_cgroups(root: Path, path: str, names: CgroupNames) -> list[int]:
     while directory.is_relative_to(root):
         for limit_file in names.limit_files:
             # Without a limit, the file is missing or has the word "max".
-            with contextlib.suppress(OSError, ValueError):
+            with suppress(OSError, ValueError):
                 limit = int((directory / limit_file).read_text())
                 usage = int((directory / names.usage_file).read_text())
                 lines = (directory / "memory.stat").read_text().splitlines()

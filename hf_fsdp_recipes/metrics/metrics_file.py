@@ -1,7 +1,9 @@
 """Reads and writes metrics.jsonl. Each line is an entry, stored as a JSON object."""
 
 import json
+import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,11 +30,8 @@ def read_metrics(path: Path) -> list[Entry]:
         return []
     entries = []
     for line in path.read_text(errors="replace").splitlines():
-        try:
-            entry = dict(json.loads(line))
-        except (TypeError, ValueError):
-            continue
-        entries.append(entry)
+        with suppress(TypeError, ValueError):
+            entries.append(dict(json.loads(line)))
     return entries
 
 
@@ -68,5 +67,4 @@ def average(steps: Sequence[Entry], rate: str) -> float | None:
     if not measured:
         return None
     seconds = [step["step_seconds"] * step["num_steps"] for step in measured]
-    amounts = [step[rate] * weight for step, weight in zip(measured, seconds, strict=True)]
-    return sum(amounts) / sum(seconds)
+    return statistics.fmean([step[rate] for step in measured], weights=seconds)

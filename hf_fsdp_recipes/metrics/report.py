@@ -3,9 +3,9 @@
 This also works while the run is going.
 """
 
-import contextlib
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -59,25 +59,17 @@ def write_report(output_dir: Path) -> Path:
     run = str(starts[-1]["run"]) if starts else output_dir.name
     try:
         rows = [*_run_rows(entries, starts), *_step_rows(steps)]
-        log = output_dir / f"{Path(run).name}.txt"
-        log.write_text(_format_log(rows, steps))
+        (output_dir / f"{Path(run).name}.txt").write_text(_format_log(rows, steps))
         draw(entries).savefig(output_dir / "report.png")
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise ToolError(
             f"{file} has a line with missing or invalid values ({describe(error)}). Delete it."
         ) from error
     report = output_dir / "report.md"
-    lines = [
-        f"# {run}",
-        "",
-        "| metric | value |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in rows),
-        "",
-        "![plots](report.png)",
-        "",
-    ]
-    report.write_text("\n".join(lines))
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    report.write_text(
+        f"# {run}\n\n| metric | value |\n|---|---|\n{table}\n\n![plots](report.png)\n"
+    )
     return report
 
 
@@ -149,14 +141,11 @@ def _format_log(rows: Sequence[Row], steps: Sequence[Entry]) -> str:
     for step in steps:
         peak_bytes = max(step["device_peak_bytes"]) or max(step["host_bytes"])
         gigabytes = peak_bytes / 1e9
-        columns = [
-            f"{step['step']:>8}",
-            f"{step['loss']:>10.4f}",
-            f"{step['step_seconds']:>10.3f}",
-            f"{gigabytes:>23.2f} GB",
-        ]
-        lines.append(" ".join(columns))
-    return "\n".join([*lines, ""])
+        lines.append(
+            f"{step['step']:>8} {step['loss']:>10.4f} {step['step_seconds']:>10.3f} "
+            f"{gigabytes:>23.2f} GB"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def draw(entries: Sequence[Entry]) -> "Figure":
@@ -172,7 +161,7 @@ def draw(entries: Sequence[Entry]) -> "Figure":
         for name, label in labels.items():
             points = {}
             for entry in entries:
-                with contextlib.suppress(KeyError):  # entries of other kinds lack this value
+                with suppress(KeyError):  # entries of other kinds lack this value
                     points[entry["step"]] = _plotted(entry, name)
             axes.plot(list(points), list(points.values()), ".-", label=label)
         style(axes, title, "optimizer step")

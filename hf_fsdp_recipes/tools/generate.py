@@ -26,7 +26,7 @@ def generate(
 
 
 def complete(
-    model: Path, prompts: Sequence[str], *, is_chat: bool = False, max_new_tokens: int = 200
+    model: Path, prompts: Sequence[str], *, is_chat: bool = False, max_new_tokens: int
 ) -> list[str]:
     """Return the greedy continuation of each prompt or, with `is_chat`, the answer to it.
 

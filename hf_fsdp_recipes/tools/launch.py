@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
-from types import FrameType
 
 import psutil
 from typer import Context
@@ -68,7 +67,7 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
     """
     recipe = ["--config", str(find_file("recipe", config))] if config else []
     template = find_file("template", accelerate_config)
-    launch(shipped_directory("recipe") / "sft.py", template, [*recipe, *context.args])
+    launch(shipped_directory("recipe") / "sft.py", template, recipe + context.args)
 
 
 def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
@@ -141,11 +140,18 @@ def run_recipe(
     template's sharding runs on CPU ranks of this machine. Returns the exit status, or None if the
     command was still running.
     """
-    command = [sys.executable, "-m", "hf_fsdp_recipes.cli", "sft"]
-    command += ["--accelerate_config", str(template), "--main_process_port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_fsdp_recipes.cli",
+        "sft",
+        "--accelerate_config",
+        str(template),
+        "--main_process_port=0",
+    ]
     environment = dict(os.environ)
     if on_cpu:
-        command += [*ON_CPU, *FLOAT32]
+        command += ON_CPU + FLOAT32
         environment["ACCELERATE_USE_CPU"] = "true"
     signal.signal(signal.SIGTERM, _exit)  # then `finally` kills the ranks, too
     deadline = monotonic() + limit_seconds
@@ -165,7 +171,7 @@ def run_recipe(
         kill_tree(process)
 
 
-def _exit(signal_number: int, frame: FrameType | None) -> None:
+def _exit(signal_number: int, frame: object) -> None:
     sys.exit(128 + signal_number)
 
 

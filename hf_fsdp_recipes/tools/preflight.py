@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import socket
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -163,7 +164,7 @@ def judge(
     """
     deadline = monotonic() + timeout
     nodes = [node]
-    peers: list[BufferedRWPair] = []
+    peers = []
     with listen(address, port) as server:
         while len(nodes) < node.num_machines:
             seconds_left = deadline - monotonic()
@@ -171,7 +172,7 @@ def judge(
                 break
             server.settimeout(seconds_left)
             # Errors: nothing has connected, or what has connected is no node of this job.
-            with suppress(OSError, ValueError):
+            with suppress(OSError, TypeError, ValueError):
                 connection, _ = server.accept()
                 peer = greet(connection, ANSWER_SECONDS)
                 nodes.append(Node(**json.loads(peer.readline())))
@@ -182,7 +183,7 @@ def judge(
         faults = find_unseen(nodes, output_dir)
     for peer in peers:
         with suppress(OSError):
-            send(peer, [[asdict(each) for each in nodes], faults])
+            send(peer, [nodes, faults])
     return nodes, faults
 
 
@@ -205,11 +206,11 @@ def ask(node: Node, address: str, port: int, timeout: float) -> tuple[list[Node]
     program.
     """
     deadline = monotonic() + timeout
-    peer = None
-    while peer is None:
+    while True:
         try:
             connection = socket.create_connection((address, port), timeout=ANSWER_SECONDS / 2)
             peer = greet(connection, timeout + 2 * ANSWER_SECONDS)
+            break
         except (socket.gaierror, PortTakenError):
             raise
         except OSError:
@@ -217,7 +218,7 @@ def ask(node: Node, address: str, port: int, timeout: float) -> tuple[list[Node]
                 raise
             sleep(0.2)
     try:
-        send(peer, asdict(node))
+        send(peer, node)
         nodes, faults = json.loads(peer.readline())
     except (OSError, ValueError) as error:
         raise ToolError(f"{node}: node 0 has stopped. Its own output says why.") from error
@@ -244,8 +245,8 @@ def greet(connection: socket.socket, timeout: float) -> BufferedRWPair:
 
 
 def send(peer: BufferedRWPair, message: object) -> None:
-    """Send a message as a line of JSON."""
-    peer.write(json.dumps(message).encode() + b"\n")
+    """Send a message, which may hold nodes, as a line of JSON."""
+    peer.write(json.dumps(message, default=asdict).encode() + b"\n")
     peer.flush()
 
 
@@ -253,9 +254,9 @@ def find_faults(nodes: list[Node], address: str, timeout: float) -> list[str]:
     """Return the faults found in the nodes' reports. `nodes` must be sorted by machine rank."""
     faults = [f"{node}: {fault}" for node in nodes for fault in node.faults]
     for name in nodes[0].facts:
-        holders: dict[str, list[Node]] = {}
+        holders = defaultdict(list)
         for node in nodes:
-            holders.setdefault(node.facts.get(name, "none"), []).append(node)
+            holders[node.facts.get(name, "none")].append(node)
         if len(holders) > 1:
             found = "; ".join(f"{value} on {_shorten(group)}" for value, group in holders.items())
             faults.append(f"{name} differs: {found}. Make it the same on all nodes.")
@@ -266,8 +267,10 @@ def find_faults(nodes: list[Node], address: str, timeout: float) -> list[str]:
         faults.append(f"machine_rank {rank} is used more than once: {claims}. {OWN_RANK}")
     missing = sorted(set(range(nodes[0].num_machines)).difference(ranks))
     if missing and not repeated:
-        joined = f"did not join within {timeout:.0f} s; joined: {_shorten(nodes)}"
-        faults.append(f"machine_rank {_shorten(missing)} {joined}. {advise(address)}")
+        faults.append(
+            f"machine_rank {_shorten(missing)} did not join within {timeout:.0f} s; joined: "
+            f"{_shorten(nodes)}. {advise(address)}"
+        )
     return faults
 
 
@@ -295,8 +298,10 @@ def explain(error: OSError, address: str, port: int) -> str:
             f"main_process_ip {address} is not an address of this host. Pass that of node 0's "
             f"host. {OWN_RANK}"
         )
-    cause = error.strerror or error
-    return f"node 0 cannot be reached at {address} port {port} ({cause}). {advise(address)}"
+    return (
+        f"node 0 cannot be reached at {address} port {port} ({error.strerror or error}). "
+        f"{advise(address)}"
+    )
 
 
 def advise(address: str) -> str:

@@ -6,8 +6,8 @@ The model is a tiny one of the same architecture.
 import copy
 import json
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -66,10 +66,8 @@ def rehearse(
     """
     from hf_fsdp_recipes.tools.generate import complete
 
-    with ExitStack() as stack:
-        if directory is None:
-            temporary = tempfile.TemporaryDirectory(prefix="hf-fsdp-rehearsal-")
-            directory = Path(stack.enter_context(temporary))
+    with tempfile.TemporaryDirectory(prefix="hf-fsdp-rehearsal-") as temporary:
+        directory = directory or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         run = directory / "run"
         if run.exists():
@@ -80,10 +78,12 @@ def rehearse(
         arguments = write_recipe(find_file("recipe", config), directory, context.args)
         arguments += ranks_of(template)
         print("train, and kill all ranks after the first checkpoint", flush=True)
-        checkpoint = run / f"checkpoint-{SAVE_STEPS}"
-        train(template, arguments, directory, checkpoint / "trainer_state.json")
+        last_file = run / f"checkpoint-{SAVE_STEPS}" / "trainer_state.json"
+        train(template, arguments, directory, last_file.exists)
         print("resume and export", flush=True)
-        train(template, arguments, directory, None)
+        text = train(template, arguments, directory)
+        if "resuming from" not in text:
+            raise ToolError("the second run did not resume from the first one's checkpoint.")
         for export in sorted(run.glob("export*")):
             [text] = complete(export, ["The"], max_new_tokens=8)
             print(f"generate with {export.name}: {text!r}", flush=True)
@@ -130,10 +130,16 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
     lines = [json.dumps(row, default=str) + "\n" for row in islice(rows, NUM_ROWS)]
     data = directory / "rows.jsonl"
     data.write_text("".join(lines))
-    options += ["--model_name_or_path", str(model), "--tokenizer_name", str(model)]
-    options += ["--config_name", "", "--config_overrides", ""]
-    options += ["--dataset_name", str(data), "--output_dir", str(directory / "run")]
-    return options + SHORT
+    return [
+        *options,
+        f"--model_name_or_path={model}",
+        f"--tokenizer_name={model}",
+        "--config_name=",
+        "--config_overrides=",
+        f"--dataset_name={data}",
+        f"--output_dir={directory / 'run'}",
+        *SHORT,
+    ]
 
 
 def shrink(config: "PreTrainedConfig", num_tokens: int) -> "PreTrainedConfig":
@@ -181,24 +187,23 @@ def ranks_of(template: Path) -> list[str]:
     ]
 
 
-def train(template: Path, arguments: Sequence[str], directory: Path, first: Path | None) -> None:
-    """Run the recipe to its end. If a file `first` is given, kill the run once it exists.
+def train(
+    template: Path,
+    arguments: Sequence[str],
+    directory: Path,
+    is_done: Callable[[], bool] = lambda: False,
+) -> str:
+    """Run the recipe to its end, or kill the run once `is_done()` is true. Return its output.
 
     If the run fails, raise ToolError.
     """
     log = directory / "log.txt"
     log.unlink(missing_ok=True)
-    if first:
-        run_recipe(template, arguments, log, first.exists, LIMIT_SECONDS, on_cpu=True)
-        has_passed = first.exists()
-    else:
-        status = run_recipe(template, arguments, log, limit_seconds=LIMIT_SECONDS, on_cpu=True)
-        has_passed = status == 0
+    status = run_recipe(template, arguments, log, is_done, LIMIT_SECONDS, on_cpu=True)
     text = log.read_text(errors="replace")
-    if not has_passed:
+    if status != 0 and not is_done():
         raise ToolError(
             find_error(text)
             or f"the run failed, or took too long. Its output ends with:\n{text[-2000:]}"
         )
-    if not first and "resuming from" not in text:
-        raise ToolError("the second run did not resume from the first one's checkpoint.")
+    return text

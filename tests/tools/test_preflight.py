@@ -142,13 +142,18 @@ def test_a_second_node_0_is_told_to_take_a_rank_of_its_own():
     assert "machine_rank 1 did not join" in late
 
 
-def test_connections_that_are_no_nodes_are_ignored():
+@pytest.mark.parametrize("report", [None, "no JSON", "7", '{"rank": 1}'])
+def test_connections_that_are_no_nodes_are_ignored(report):
     port, nodes = free_port(), [make_node(0), make_node(1)]
 
     def knock():
         for _ in range(100):
             try:
-                socket.create_connection((LOCAL, port), 1).close()
+                with socket.create_connection((LOCAL, port), 1) as connection:
+                    if report is not None:
+                        peer = preflight.greet(connection, 1)
+                        peer.write(f"{report}\n".encode())
+                        peer.close()
                 return
             except OSError:
                 time.sleep(0.02)
