@@ -114,8 +114,7 @@ def write_description(
     """
     if hasattr(model, "peft_config"):
         adapted = cast(PeftModel, model)
-        config = adapted.peft_config[adapted.active_adapter]
-        config.save_pretrained(str(directory))
+        adapted.active_peft_config.save_pretrained(str(directory))
     elif isinstance(model, PreTrainedModel):
         write_configs(directory, model)
     if processor is not None:

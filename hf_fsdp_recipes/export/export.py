@@ -239,8 +239,7 @@ def _plan_merged(
     """Return the base model's shell, and a plan that merges the active adapter into the base."""
     base = cast(PreTrainedModel, model.get_base_model())
     shell = shells.copy_on_meta(base)
-    adapter = model.active_adapter
-    adapted_shell = shells.adapt(shell, model.peft_config[adapter], adapter)
+    adapted_shell = shells.adapt(shell, model.active_peft_config, model.active_adapter)
     if getattr(base, "quantization_method", None) is None:
         plan = merge.plan_merge(adapted_shell, held, dtype)
     else:

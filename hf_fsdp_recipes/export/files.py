@@ -43,8 +43,7 @@ def make_header(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
         separators=(",", ":"),
         ensure_ascii=False,
     ).encode()
-    padding = -len(text) % 8
-    text += b" " * padding
+    text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     positions = {name: len(header) + offset for name, offset in offsets.items()}
     return header, positions
@@ -145,7 +144,9 @@ class FileWriter:
         tensor = tensor.to(planned.dtype)
         check_finite(name, tensor)
         if file not in self._streams:
-            self._begin(file)
+            header, self._positions[file] = make_header(self._files[file])
+            self._streams[file] = (self._directory / file).open("wb")
+            self._streams[file].write(header)
         stream = self._streams[file]
         position = self._positions[file].pop(name)
         values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -163,9 +164,3 @@ class FileWriter:
             os.fsync(stream.fileno())
             del self._streams[file]
             stream.close()
-
-    def _begin(self, file: str) -> None:
-        header, self._positions[file] = make_header(self._files[file])
-        stream = (self._directory / file).open("wb")
-        self._streams[file] = stream
-        stream.write(header)

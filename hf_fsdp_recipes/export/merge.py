@@ -41,16 +41,16 @@ def plan_merge(
 
     `sources` has all tensors of the model with the adapter.
     """
-    merge_steps = _merge_steps(shell, sources, dtype)
-    steps = {name: step for step in merge_steps for name in step.outputs}
+    steps = {name: step for step in _merge_steps(shell, sources, dtype) for name in step.outputs}
     for key, name in shell.base_names.items():
         if name not in steps:
             steps[name] = copy_step(name, key, sources[key], dtype)
-    ordered = []
-    for name in shell.base.state_dict():
-        if name in steps and name not in shell.base.all_tied_weights_keys:
-            ordered.append(steps[name])
-    return plan_in_file_format(shell.base, list(dict.fromkeys(ordered)), sources)
+    ordered = dict.fromkeys(
+        steps[name]
+        for name in shell.base.state_dict()
+        if name in steps and name not in shell.base.all_tied_weights_keys
+    )
+    return plan_in_file_format(shell.base, list(ordered), sources)
 
 
 def plan_merge_into_files(
@@ -63,8 +63,7 @@ def plan_merge_into_files(
 
     The names in the files are kept.
     """
-    config = shell.adapted.active_peft_config
-    start = str(getattr(config, "init_lora_weights", "")).lower()
+    start = str(getattr(shell.adapted.active_peft_config, "init_lora_weights", "")).lower()
     # Then the files do not have the weights that the adapter was trained on.
     if start.startswith(CHANGES_BASE):
         raise ExportError(
@@ -81,18 +80,13 @@ def plan_merge_into_files(
     for key, name in shell.base_names.items():
         if name in stored:
             sources[key] = files[stored[name]]
-    merge_steps = _merge_steps(shell, sources, dtype)
-    steps = [rename_outputs(step, stored) for step in merge_steps]
+    steps = [rename_outputs(step, stored) for step in _merge_steps(shell, sources, dtype)]
     merged = outputs_of(steps)
     for name, source in files.items():
         if name not in merged:
             steps.append(copy_step(name, name, source, dtype))
     outputs = outputs_of(steps)
-    return Plan(
-        steps,
-        sources,
-        outputs={name: outputs[name] for name in files},
-    )
+    return Plan(steps, sources, {name: outputs[name] for name in files})
 
 
 def _merge_steps(
@@ -167,8 +161,7 @@ def _merge_step(
         return merge(state)
 
     outputs = {name: on_meta(value, dtype) for name, value in merge(metas).items()}
-    inputs = [prefix + name for name in metas]
-    return Step(inputs, outputs, merge_in_float32)
+    return Step([prefix + name for name in metas], outputs, merge_in_float32)
 
 
 def _merge(layer: nn.Module, state: Tensors) -> Tensors:

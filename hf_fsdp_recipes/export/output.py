@@ -118,9 +118,8 @@ def _write_files(
         sum(plan.sources[name].memory_bytes for name in step.inputs) for step in plan.steps
     )
     memories = itertools.cycle(torch.empty(2, largest, dtype=torch.uint8))
-    turns = _in_turns(plan.steps, rank_of)
     for rank, step in logging.tqdm(
-        turns,
+        _in_turns(plan.steps, rank_of),
         desc="Exporting weights",
         disable=not distributed.is_main(),
     ):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import MANIFEST
@@ -20,6 +20,7 @@ from hf_fsdp_recipes.checkpointing.resume import check_pickles, find_damage
 from hf_fsdp_recipes.errors import ExportError, describe
 from hf_fsdp_recipes.export.files import DTYPES
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
+from hf_fsdp_recipes.loading.fill import FSDP_PLACEMENTS
 from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS, Metadata, TensorStorageMetadata
 
 
@@ -93,9 +94,7 @@ def _gather(
     mesh = value.device_mesh
     replicas = mesh.mesh.reshape(-1, mesh.size(-1)).tolist()  # each row of HSDP's mesh is one
     ranks = next((replica for replica in replicas if writer in replica), None)
-    *outer, inner = value.placements
-    is_sharded = inner == Shard(0) and all(placement.is_replicate() for placement in outer)
-    if ranks is None or not is_sharded:
+    if ranks is None or value.placements not in FSDP_PLACEMENTS:
         on_device = value.to(mesh.device_type)  # the shards may be offloaded to the CPU
         assert isinstance(on_device, DTensor)
         return on_device.full_tensor()
@@ -117,15 +116,11 @@ def _receive(
 ) -> Tensor:
     """Return the full tensor, put together from the rows (dim 0) of one replica's ranks."""
     if own_rows.device.type != "cpu":  # an accelerator's allocator reuses memory by itself
-        memory = torch.empty(
-            value.nbytes,
-            dtype=torch.uint8,
-            device=own_rows.device,
-        )
+        memory = own_rows.new_empty(value.nbytes, dtype=torch.uint8)
     full = _view(memory, value)
-    parts = full.chunk(len(ranks))
     requests = []
-    for rank, part in zip(ranks, parts, strict=False):  # the last ranks may have no part
+    # The last ranks may have no part.
+    for rank, part in zip(ranks, full.chunk(len(ranks)), strict=False):
         if rank == dist.get_rank():
             part.copy_(own_rows)
         else:
@@ -203,8 +198,7 @@ def from_checkpoint(directory: Path) -> Sources:
                 dtype=entry.properties.dtype,
                 device="meta",
             )
-            read = functools.partial(reader.read_tensor, key, meta)
-            sources[name] = Source(meta, read)
+            sources[name] = Source(meta, functools.partial(reader.read_tensor, key, meta))
     return sources
 
 

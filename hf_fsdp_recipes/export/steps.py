@@ -44,12 +44,8 @@ def copy_step(
     dtype: torch.dtype | None,
 ) -> Step:
     """Return a step that writes a source under the name `name`. `dtype` is as in `on_meta`."""
-    output = on_meta(source.meta, dtype)
-    return Step(
-        inputs=[key],
-        outputs={name: output},
-        compute=lambda tensors: {name: tensors[key]},
-    )
+    outputs = {name: on_meta(source.meta, dtype)}
+    return Step([key], outputs, lambda tensors: {name: tensors[key]})
 
 
 def rename_outputs(step: Step, names: Mapping[str, str]) -> Step:
@@ -58,11 +54,7 @@ def rename_outputs(step: Step, names: Mapping[str, str]) -> Step:
     def rename(tensors: Tensors) -> Tensors:
         return {names[name]: value for name, value in tensors.items()}
 
-    return Step(
-        step.inputs,
-        outputs=rename(step.outputs),
-        compute=lambda tensors: rename(step.compute(tensors)),
-    )
+    return Step(step.inputs, rename(step.outputs), lambda tensors: rename(step.compute(tensors)))
 
 
 def outputs_of(steps: Iterable[Step]) -> Tensors:
@@ -99,15 +91,11 @@ def plan_in_file_format(
             f"transformers makes {missing} from several layers. "
             "Gather the model and use save_pretrained."
         )
-    return Plan(
-        converted,
-        sources,
-        outputs={name: outputs[name] for name in expected},
-    )
+    return Plan(converted, sources, {name: outputs[name] for name in expected})
 
 
 def _group_by_layer(steps: list[Step]) -> Iterable[list[Step]]:
-    layers: dict[str, list[Step]] = defaultdict(list)
+    layers = defaultdict(list)
     for step in steps:
         first_output = next(iter(step.outputs))
         match = re.match(r".*?\.\d+\.", first_output)  # the name up to its first number

@@ -7,6 +7,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,13 +95,9 @@ def replace_linears(
     config = copy.deepcopy(config)
     config.bnb_4bit_quant_storage = STORAGE.get(str(precision), dtype)
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
-    quantizer.validate_environment(device_map=None)
+    quantizer.validate_environment()
     with local_torch_dtype(dtype):  # the new layers create their biases in torch's default dtype
-        quantizer.preprocess_model(
-            model=model,
-            device_map={"": "cpu"},
-            checkpoint_files=None,
-        )
+        quantizer.preprocess_model(model, device_map={"": "cpu"})
     experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     if experts:
         logger.warning(
@@ -126,9 +123,8 @@ class _InPieces(TorchFunctionMode):
     ) -> object:
         if func is not torch.ops.bitsandbytes.quantize_4bit.default or args[0].device.type != "cpu":
             return func(*args, **(kwargs or {}))
-        weight, *options = args
-        block_size, _, storage = options
-        outputs = func(weight.to("meta"), *options)
+        weight, block_size, quant_type, storage = args
+        outputs = func(weight.to("meta"), block_size, quant_type, storage)
         packed, scales = (torch.empty_like(output, device="cpu") for output in outputs)
         pieces = zip(
             weight.reshape(-1).split(PIECE_SIZE),
@@ -137,25 +133,20 @@ class _InPieces(TorchFunctionMode):
             strict=True,
         )
         for piece, packed_piece, scales_piece in pieces:
-            packed_values, scales_values = func(piece, *options)
+            packed_values, scales_values = func(piece, block_size, quant_type, storage)
             packed_piece.copy_(packed_values)
             scales_piece.copy_(scales_values)
         return packed, scales
 
 
+@dataclass
 class Layer:
     """Quantizes the weight of one 4-bit layer in a model from `load_model`."""
 
-    def __init__(
-        self,
-        module: "Linear4bit",
-        dtype: torch.dtype,
-        options: dict[str, Any],
-    ) -> None:
-        self.module = module
-        self.dtype = dtype  # of the weight before it is quantized
-        self.options = options  # arguments of bitsandbytes' `quantize_4bit`
-        self._scales: dict[str, Tensor] = {}  # filled only on rank 0
+    module: "Linear4bit"
+    dtype: torch.dtype  # of the weight before it is quantized
+    options: dict[str, Any]  # arguments of bitsandbytes' `quantize_4bit`
+    _scales: dict[str, Tensor] = field(default_factory=dict)  # filled only on rank 0
 
     def quantize(self, weight: Tensor) -> Tensor:
         """Return the packed weight, and keep its scales for `broadcast_scales`."""

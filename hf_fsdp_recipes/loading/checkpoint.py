@@ -122,8 +122,10 @@ class Checkpoint:
             LoadError: a weight is missing or has the wrong shape.
         """
         weights = model.state_dict()
-        tensors_of = self._match_tensors(model, weights)
-        entries = [self._entry(name, tensors) for name, tensors in tensors_of.items()]
+        entries = [
+            self._entry(name, tensors)
+            for name, tensors in self._match_tensors(model, weights).items()
+        ]
         position = {key: number for number, key in enumerate(self.file_of)}
         entries.sort(key=lambda entry: position[entry.keys[0]])
         present = self._find_present(model, entries)
@@ -212,7 +214,7 @@ class Checkpoint:
         """
         entry_of = {name: entry for entry in entries for name in entry.names}
         present = set(entry_of)
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        tied = getattr(model, "all_tied_weights_keys", {})
         for pair in tied.items():
             held = [entry_of[name] for name in pair if name in entry_of]
             if held:

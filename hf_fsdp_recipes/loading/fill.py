@@ -40,15 +40,14 @@ def allocate(model: Module, device: torch.device) -> Tensors:
     Return them and the buffers by their names in the base model. A name has several tensors if PEFT
     has copied the weight (`modules_to_save`). A tied weight has several names.
     """
-    targets: Tensors = {}
+    targets = {}
     for name, buffer in model.named_buffers():
         targets[name_in_base_model(name)] = [buffer]
     allocated = set()
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta:
             check_sharding(parameter)
-            memory = torch.empty_like(parameter, device=device)
-            real = Parameter(memory, parameter.requires_grad)
+            real = Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
             torch.utils.swap_tensors(parameter, real)
             allocated.add(parameter)
         if parameter in allocated:
@@ -123,10 +122,11 @@ def start_transfer(
     ranks = mesh.mesh.flatten()[:num_ranks].tolist()
     if full is not None:
         parts = full.chunk(num_ranks)
-        sends = []
-        for rank, rows in zip(ranks, parts, strict=False):  # the last ranks may have no rows
-            if rank != 0 and len(rows):
-                sends.append(dist.P2POp(dist.isend, rows, rank))
+        sends = [
+            dist.P2POp(dist.isend, rows, rank)
+            for rank, rows in zip(ranks, parts, strict=False)  # the last ranks may have no rows
+            if rank != 0 and len(rows)
+        ]
         works = dist.batch_isend_irecv(sends) if sends else []
         shard.copy_(parts[0])  # while the other ranks receive their rows
         return Transfer(works, full)
@@ -169,24 +169,19 @@ class Reader:
                 return self._read(entry)
         except Exception as error:
             self.error = LoadError(f"{entry.name}: {describe(error)}")
-        weights = {}
-        for name in self.names_of(entry):
-            shape = self.targets[name][0].shape
-            dtype = self.dtype_of(entry, name)
-            weights[name] = torch.empty(
-                shape,
-                dtype=dtype,
+        return {
+            name: torch.empty(
+                self.targets[name][0].shape,
+                dtype=self.dtype_of(entry, name),
                 device=self.device,
             )
-        return weights
+            for name in self.names_of(entry)
+        }
 
     @torch.no_grad()  # grad mode is per thread
     def _read(self, entry: Entry) -> Weights:
         values = self.checkpoint.read(entry, self.model)
-        weights = {}
-        for name in self.names_of(entry):
-            weights[name] = self._prepare(entry, name, values[name])
-        return weights
+        return {name: self._prepare(entry, name, values[name]) for name in self.names_of(entry)}
 
     def _prepare(
         self,
@@ -245,23 +240,12 @@ def fill_from_rank0(reader: Reader, entries: Sequence[Entry]) -> None:
     is_main = distributed.is_main()
     weights = read_ahead(reader, entries)  # only rank 0 starts it
     in_flight: deque[Transfer] = deque()
-    progress = logging.tqdm(
-        entries,
-        desc="Loading weights",
-        disable=not is_main,
-    )
-    for entry in progress:
+    for entry in logging.tqdm(entries, desc="Loading weights", disable=not is_main):
         values = next(weights) if is_main else {}
         for name in reader.names_of(entry):
             dtype = reader.dtype_of(entry, name)
             for target in reader.targets[name]:
-                transfer = start_transfer(
-                    values.get(name),
-                    target,
-                    dtype,
-                    device,
-                )
-                in_flight.append(transfer)
+                in_flight.append(start_transfer(values.get(name), target, dtype, device))
                 if len(in_flight) > NUM_IN_FLIGHT:
                     in_flight.popleft().finish()
     for transfer in in_flight:
@@ -292,5 +276,4 @@ def copy_to_replicas(targets: Tensors) -> None:
     all_tensors = [target for tensors in targets.values() for target in tensors]
     for target in dict.fromkeys(all_tensors):  # tied weights only once
         if isinstance(target, DTensor) and target.device_mesh.ndim > 1:
-            group = target.device_mesh.get_group(0)
-            dist.broadcast(target.to_local(), group=group, group_src=0)
+            dist.broadcast(target.to_local(), group=target.device_mesh.get_group(0), group_src=0)

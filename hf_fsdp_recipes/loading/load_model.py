@@ -128,15 +128,7 @@ def prepare_model(
         layers = pack_weights(model, quantization_config, dtype)
     insert_placeholders(model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    loader = Loader(
-        model,
-        checkpoint,
-        entries,
-        layers,
-        shapes,
-        is_direct,
-    )
-    loader.attach()
+    Loader(model, checkpoint, entries, layers, shapes, is_direct).attach()
     return model
 
 

@@ -40,19 +40,19 @@ class Loader:
     layers: Layers
     shapes: dict[str, torch.Size]  # of the model's parameters, which must not change
     is_direct: bool  # whether every rank reads its own rows
-    guards: list[RemovableHandle] = field(default_factory=list)
+    guard: RemovableHandle = field(init=False)  # the hook that refuses to run the model
 
     def attach(self) -> None:
         """Become an attribute of the model. Running or saving the model then raises an error."""
         self.model.__dict__[LOADER] = self
         self.model.__dict__["save_pretrained"] = _refuse
-        self.guards.append(self.model.register_forward_pre_hook(_refuse))
+        self.guard = self.model.register_forward_pre_hook(_refuse)
 
     def detach(self) -> None:
         """Undo `attach`."""
         del self.model.__dict__[LOADER]
         del self.model.__dict__["save_pretrained"]
-        self.guards.pop().remove()
+        self.guard.remove()
 
     def shard(
         self,
@@ -108,13 +108,7 @@ class Loader:
                 sent_by_rank0.append(entry)
         if self.is_direct:
             fill_directly(self.checkpoint, read_directly, targets)
-        reader = Reader(
-            self.model,
-            self.checkpoint,
-            self.layers,
-            targets,
-            device,
-        )
+        reader = Reader(self.model, self.checkpoint, self.layers, targets, device)
         fill_from_rank0(reader, sent_by_rank0)
         copy_to_replicas(targets)
 

@@ -43,8 +43,7 @@ class Placeholder(Parameter):
 
     def __new__(cls, like: Tensor) -> "Placeholder":
         """Return a placeholder for a tensor on any device."""
-        values = shared_nan(like.shape, like.dtype)
-        return make_parameter(cls, values, like.requires_grad)
+        return make_parameter(cls, shared_nan(like.shape, like.dtype), like.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Placeholder":
         """Return another placeholder. Torch's default copy would allocate the full tensor."""
@@ -66,10 +65,7 @@ class Placeholder(Parameter):
         """
         if function is Tensor.is_contiguous:
             raise LoadError(NOT_LOADED)
-        is_cast = function in CASTS
-        if function is Tensor.to:
-            is_cast = isinstance(args[1], torch.dtype)
-        if is_cast:
+        if function in CASTS or (function is Tensor.to and isinstance(args[1], torch.dtype)):
             raise LoadError(READ_TOO_EARLY)
         return run_on_plain_tensors(function, types, args, kwargs or {})
 
