@@ -22,6 +22,7 @@ def redirected(trainer: Trainer, directory: Path) -> Iterator[dict[str, State]]:
     """
     parts: dict[str, State] = {}
 
+    # Accelerate calls this for `pytorch_model_fsdp_0`, and again for `optimizer_0`.
     def record(state_dict: State, *, storage_writer: dcp.FileSystemWriter, **_: object) -> None:
         parts[Path(storage_writer.checkpoint_id).name] = state_dict
 

@@ -109,36 +109,42 @@ def start_transfer(
     `full` is the weight on rank 0 and None on the other ranks. `dtype` and `device` are its own.
     """
     shard = shard_of(target)
-    # A weight that is not sharded: all ranks get all rows.
-    if not isinstance(target, DTensor):
+    if not isinstance(target, DTensor):  # all ranks get all rows
         if full is None:
             full = torch.empty(target.shape, dtype=dtype, device=device)
         dist.broadcast(full, 0)
         shard.copy_(full)
         return Transfer()
-    # Rank 0: send the other ranks of the first replica their rows, divided as by `fully_shard`.
     mesh = target.device_mesh
-    num_ranks = mesh.shape[-1]
-    ranks = mesh.mesh.flatten()[:num_ranks].tolist()
+    ranks = mesh.mesh.flatten()[: mesh.shape[-1]].tolist()  # the first replica, rank 0 first
     if full is not None:
-        parts = full.chunk(num_ranks)
-        sends = [
-            dist.P2POp(dist.isend, rows, rank)
-            for rank, rows in zip(ranks, parts, strict=False)  # the last ranks may have no rows
-            if rank != 0 and len(rows)
-        ]
-        works = dist.batch_isend_irecv(sends) if sends else []
-        shard.copy_(parts[0])  # while the other ranks receive their rows
-        return Transfer(works, full)
-    # The other ranks of the first replica: receive rows, in place if possible.
+        return send_rows(full, shard, ranks)
     if dist.get_rank() in ranks and len(shard):
-        received = shard
-        if shard.dtype != dtype or shard.device != device:
-            received = torch.empty(shard.shape, dtype=dtype, device=device)
-        works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, 0)])
-        return Transfer(works, received, shard)
-    # Ranks without rows, and those of the other replicas, which get their rows at the end.
+        return receive_rows(shard, dtype, device)
+    # This rank has no rows, or it belongs to another replica, which gets its rows at the end.
     return Transfer()
+
+
+def send_rows(full: Tensor, shard: Tensor, ranks: list[int]) -> Transfer:
+    """Send a weight's rows from rank 0 to the other `ranks`, divided as by `fully_shard`."""
+    parts = full.chunk(len(ranks))
+    sends = [
+        dist.P2POp(dist.isend, rows, rank)
+        for rank, rows in zip(ranks, parts, strict=False)  # the last ranks may have no rows
+        if rank != 0 and len(rows)
+    ]
+    works = dist.batch_isend_irecv(sends) if sends else []
+    shard.copy_(parts[0])  # while the other ranks receive their rows
+    return Transfer(works, full)
+
+
+def receive_rows(shard: Tensor, dtype: torch.dtype, device: torch.device) -> Transfer:
+    """Receive this rank's rows from rank 0, in place if possible."""
+    received = shard
+    if shard.dtype != dtype or shard.device != device:
+        received = torch.empty(shard.shape, dtype=dtype, device=device)
+    works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, 0)])
+    return Transfer(works, received, shard)
 
 
 @dataclass

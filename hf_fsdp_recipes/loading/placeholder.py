@@ -65,9 +65,13 @@ class Placeholder(Parameter):
         """
         if function is Tensor.is_contiguous:
             raise LoadError(NOT_LOADED)
-        if function in CASTS or (function is Tensor.to and isinstance(args[1], torch.dtype)):
+        kwargs = kwargs or {}
+        values = [*args, *kwargs.values()]
+        if function is Tensor.to and any(isinstance(value, torch.dtype) for value in values):
             raise LoadError(READ_TOO_EARLY)
-        return run_on_plain_tensors(function, types, args, kwargs or {})
+        if function in CASTS:
+            raise LoadError(READ_TOO_EARLY)
+        return run_on_plain_tensors(function, types, args, kwargs)
 
 
 def shared_nan(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -109,7 +109,8 @@ class MetricsCallback(TrainerCallback):
         If the warm-up ends between two logged steps, discard what was measured so far.
         """
         self._end_phase("data")
-        if self._logged_step < state.global_step == self._warm_at_step:
+        is_warm_now = state.global_step == self._warm_at_step
+        if is_warm_now and state.global_step > self._logged_step:
             self._begin_interval(state)
 
     def on_substep_end(self, *_: object, **kwargs: object) -> None:
