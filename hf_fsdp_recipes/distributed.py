@@ -138,19 +138,17 @@ def raise_agreed(own: Exception | None, group: dist.ProcessGroup | None = None) 
         if own is not None:
             raise own
         return
-    report = None if own is None else _as_recipe_error(own)
-    for error in gather(report, group):
-        if error is not None:
-            raise error from own
-
-
-def _as_recipe_error(error: Exception) -> RecipeError:
-    """Return the error that all ranks raise for this rank's error. See `agreed`."""
-    message = describe(error)
-    kind = type(error) if isinstance(error, RecipeError) else RecipeError
-    if kind is RecipeError and not is_main():
-        message = f"rank {rank()}: {message}"
-    return kind(message)
+    report = None
+    if own is not None:
+        kind = type(own) if isinstance(own, RecipeError) else RecipeError
+        message = describe(own)
+        if kind is RecipeError and not is_main():
+            message = f"rank {rank()}: {message}"
+        report = (kind, message)
+    for found in gather(report, group):
+        if found is not None:
+            kind, message = found
+            raise kind(message) from own
 
 
 def run_on_main(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

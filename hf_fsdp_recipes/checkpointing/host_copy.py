@@ -6,8 +6,9 @@ import ctypes
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -80,7 +81,7 @@ class HostCopy:
         """Return a copy of a state. Not a collective.
 
         Its tensors are in host memory, with the same dtypes, shapes and placements. A tensor with
-        two names is copied once. Other values are copied by `copy.deepcopy`.
+        two names is copied once. Mappings become dicts. Other values are copied by `copy.deepcopy`.
         """
         if originals.forms != self._forms:
             self._allocate(originals)
@@ -95,10 +96,7 @@ class HostCopy:
                 memory.copy_(local, non_blocking=is_pinned and not is_lazy)
         finally:
             originals.synchronize()  # before the memory can be read or freed
-        copies_by_id = {}  # `deepcopy` takes these instead of copying the tensors itself
-        for _, tensor in find_tensors(originals.state):
-            copies_by_id[id(tensor)] = copies[identify(tensor)]
-        return copy.deepcopy(originals.state, copies_by_id)
+        return map_tensors(originals.state, lambda tensor: copies[identify(tensor)])
 
     def close(self) -> None:
         """Free the memory."""
@@ -212,11 +210,24 @@ def identify(tensor: torch.Tensor) -> Identity:
     return form, view
 
 
-def find_tensors(value: object, path: TensorPath = ()) -> Iterator[tuple[TensorPath, torch.Tensor]]:
+def find_tensors(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, torch.Tensor]]:
     """Yield the tensors in nested dicts, lists and tuples, with the keys and indices to them."""
     if isinstance(value, torch.Tensor):
         yield path, value
-    elif isinstance(value, Mapping | list | tuple):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
             yield from find_tensors(item, (*path, key))
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            yield from find_tensors(item, (*path, index))
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a copy of nested dicts, lists and tuples with `function(tensor)` for each tensor."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map_tensors(item, function) for item in value)
+    return copy.deepcopy(value)

@@ -168,8 +168,8 @@ class Writer:
                 )
         except dcp.CheckpointException as error:
             # This is not a subclass of Exception. It is the same on every rank.
-            first, _ = next(iter(error.failures.values()))
-            raise CheckpointError(describe(first)) from error
+            failures = [failure for failure, _ in error.failures.values()]
+            raise CheckpointError(describe(failures[0] if failures else error)) from error
         return {f"{folder.name}/{name}": facts for name, facts in writer.files.items()}
 
     def _hash_small_files(self, directory: Path) -> dict[str, FileFacts]:

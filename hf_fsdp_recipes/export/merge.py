@@ -26,6 +26,7 @@ from hf_fsdp_recipes.export.steps import (
     rename_outputs,
 )
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
+from hf_fsdp_recipes.upstream.transformers_internals import find_tied
 
 PREFIX = "base_model.model."  # PEFT's name for the transformers model inside a PeftModel
 # With these values of init_lora_weights, PEFT changes the base weights when it adds the adapter.
@@ -48,7 +49,7 @@ def plan_merge(
     ordered = dict.fromkeys(
         steps[name]
         for name in shell.base.state_dict()
-        if name in steps and name not in shell.base.all_tied_weights_keys
+        if name in steps and name not in find_tied(shell.base)
     )
     return plan_in_file_format(shell.base, list(ordered), sources)
 
@@ -112,7 +113,7 @@ def _merge_steps(
             metas[name] = sources[key].meta
         steps.append(_merge_step(path, layer, metas, dtype))
     merged = outputs_of(steps)
-    for name, tied in shell.base.all_tied_weights_keys.items():
+    for name, tied in find_tied(shell.base).items():
         if name in merged or tied in merged:
             raise ExportError(
                 f"{name} and {tied} are tied, and the adapter changes one. "

@@ -185,14 +185,12 @@ def from_checkpoint(directory: Path) -> Sources:
     }
     paths = reader.metadata.planner_data or {}
     tops = {path[0] for key, path in paths.items() if key in tensors and len(path) > 1}
-    prefix = ""  # of a plain state dict
-    if tops:
-        top = "model" if "model" in tops else next(iter(tops))
-        prefix = f"{top}."
+    top = "model" if "model" in tops else next(iter(tops), None)  # None: a plain state dict
     sources = {}
     for key, entry in tensors.items():
-        if key.startswith(prefix):
-            name = WRAPPERS.sub("", key.removeprefix(prefix))
+        # A top-level key such as `model.ema` may stand beside `model`.
+        if top is None or paths[key][0] == top:
+            name = WRAPPERS.sub("", key if top is None else key.removeprefix(f"{top}."))
             meta = torch.empty(
                 entry.size,
                 dtype=entry.properties.dtype,

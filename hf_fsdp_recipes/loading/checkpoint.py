@@ -24,6 +24,7 @@ from hf_fsdp_recipes.upstream.transformers_internals import (
     WeightRenaming,
     WeightTransform,
     dot_natural_key,
+    find_tied,
     get_model_conversion_mapping,
     new_value,
     rename_source_key,
@@ -214,8 +215,7 @@ class Checkpoint:
         """
         entry_of = {name: entry for entry in entries for name in entry.names}
         present = set(entry_of)
-        tied = getattr(model, "all_tied_weights_keys", {})
-        for pair in tied.items():
+        for pair in find_tied(model).items():
             held = [entry_of[name] for name in pair if name in entry_of]
             if held:
                 present.update(pair)

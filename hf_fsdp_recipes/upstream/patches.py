@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from hf_fsdp_recipes.errors import PatchError, RecipeError
-from hf_fsdp_recipes.upstream.torch_internals import make_save_planner
+from hf_fsdp_recipes.upstream.torch_internals import check_saving
 from hf_fsdp_recipes.upstream.versions import patch_error
 
 # The attribute of a model that holds its `Loader` until the weights are loaded.
@@ -212,7 +212,7 @@ def apply_for_loading() -> None:
 def apply_for_saving() -> None:
     """Let a `ShardedCheckpointCallback` save its trainer's checkpoints. Idempotent."""
     SAVE_CHECKPOINT.apply(_save_checkpoint)
-    make_save_planner("")  # so that an error comes now, not in the first save
+    check_saving()
 
 
 def is_fsdp_requested() -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.launcher.api import ChildFailedError, SignalException  # 
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef  # tells views from other tensors
 
-from hf_fsdp_recipes.upstream.versions import check_is_read
+from hf_fsdp_recipes.upstream.versions import check_has
 
 # The classes and functions that a pickled `.metadata` file may name. Loading these runs no code
 # from the file.
@@ -56,23 +56,19 @@ def set_local_tensor(sharded: DTensor, local: torch.Tensor) -> None:
 
     `DTensor.from_local` would copy paged memory to the device, because it counts as CPU memory.
     """
-    check_is_read("_local_tensor", DTensor.to_local, "optimizers of torch work without it")
+    check_has(sharded, "_local_tensor", "optimizers of torch work without it")
     sharded._local_tensor = local
+
+
+def check_saving() -> None:
+    """Raise a PatchError if torch lacks an attribute that each save sets."""
+    remains = "load_model and export_model work without it"
+    check_has(DefaultSavePlanner(), "_cached_plans_key", remains)
+    check_has(FileSystemWriter(""), "fs", remains)
 
 
 def make_save_planner(folder: str) -> DefaultSavePlanner:
     """Return a planner that sends a rank's plan only when it changes. Each folder has its own."""
     planner = DefaultSavePlanner(enable_plan_caching=True)
-    check_is_read(
-        "_cached_plans_key",
-        DefaultSavePlanner.create_local_plan,
-        "load_model and export_model work without it",
-    )
     planner._cached_plans_key = folder
     return planner
-
-
-def set_file_system(writer: FileSystemWriter, file_system: FileSystem) -> None:
-    """Let a writer open the files of a checkpoint through `file_system`."""
-    check_is_read("fs", FileSystemWriter.finish, "load_model and export_model work without it")
-    writer.fs = file_system

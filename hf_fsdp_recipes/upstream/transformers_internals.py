@@ -50,6 +50,11 @@ def names_not_saved(model: PreTrainedModel) -> set[str]:
     return set(model._keys_to_ignore_on_save or ())
 
 
+def find_tied(model: PreTrainedModel) -> dict[str, str]:
+    """Return {a tied weight: the weight that is saved}. A model without `post_init` has none."""
+    return getattr(model, "all_tied_weights_keys", None) or {}
+
+
 @torch.no_grad()
 def new_value(model: PreTrainedModel, name: str) -> torch.Tensor:
     """Return the values that the model's `_init_weights` gives to a weight that the files lack."""
@@ -62,6 +67,7 @@ def new_value(model: PreTrainedModel, name: str) -> torch.Tensor:
 def keep_present_units(model: PreTrainedModel) -> None:
     """Let a model's FSDP units be only classes that it has. Accelerate refuses any others."""
     check_is_read(
+        "accelerate",
         "_no_split_modules",
         FullyShardedDataParallelPlugin.set_auto_wrap_policy,
         "models of from_pretrained work without it",
@@ -72,6 +78,11 @@ def keep_present_units(model: PreTrainedModel) -> None:
 
 def set_conversions(model: PreTrainedModel, conversions: list | None) -> None:
     """Let saving and exporting a model revert these conversions, unless they are None."""
-    check_is_read(CONVERSIONS, revert_weight_conversion, "from_pretrained works without it")
     if conversions is not None:
+        check_is_read(
+            "transformers",
+            CONVERSIONS,
+            revert_weight_conversion,
+            "from_pretrained works without it",
+        )
         setattr(model, CONVERSIONS, conversions)

@@ -1,5 +1,6 @@
 """The tested versions of upstream packages, and the error if one of their names has moved."""
 
+import inspect
 from importlib.metadata import version
 from typing import Any
 
@@ -17,12 +18,22 @@ def patch_error(module: str, problem: str, remains: str) -> PatchError:
     )
 
 
-def check_is_read(name: str, reader: Any, remains: str) -> None:
-    """Raise a PatchError if a function does not read an attribute that this package sets for it."""
-    code = reader.__code__
+def check_has(owner: object, name: str, remains: str) -> None:
+    """Raise a PatchError if an object lacks an attribute that this package sets."""
+    if not hasattr(owner, name):
+        kind = type(owner)
+        problem = f"{kind.__name__} has no {name}, so this package cannot set it"
+        raise patch_error(kind.__module__, problem, remains)
+
+
+def check_is_read(package: str, name: str, reader: Any, remains: str) -> None:
+    """Raise a PatchError if a function does not read an attribute that this package sets for it.
+
+    If another package has wrapped the function, nothing is checked.
+    """
+    code = getattr(inspect.unwrap(reader), "__code__", None)
+    if code is None or f"/{package}/" not in code.co_filename:
+        return
     if name not in code.co_names + code.co_consts:
-        raise patch_error(
-            reader.__module__,
-            f"{reader.__qualname__} does not read {name}, so this package cannot set it",
-            remains,
-        )
+        problem = f"{reader.__qualname__} does not read {name}, so this package cannot set it"
+        raise patch_error(package, problem, remains)

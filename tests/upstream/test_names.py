@@ -1,6 +1,7 @@
 """The installed versions have the private names that this package uses; they do what it needs."""
 
 import dataclasses
+import functools
 import inspect
 import pkgutil
 import sys
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.tensor import DTensor, Shard
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer
 
-from hf_fsdp_recipes.checkpointing.hashing import HashingWriter
+from hf_fsdp_recipes import ShardedCheckpointCallback
 from hf_fsdp_recipes.errors import PatchError
 from hf_fsdp_recipes.upstream import (
     accelerate_internals,
@@ -65,7 +66,10 @@ def parameters_of(function):
 
 def rename(monkeypatch, owner, function):
     """Replace an upstream function with one that reads another name."""
-    function.__module__ = getattr(owner, function.__name__).__module__
+    original = getattr(owner, function.__name__)
+    function.__module__ = original.__module__
+    file = original.__code__.co_filename
+    function.__code__ = function.__code__.replace(co_filename=file)
     monkeypatch.setattr(owner, function.__name__, function)
 
 
@@ -82,25 +86,14 @@ def test_a_dtensor_gets_another_local_tensor(sharded):
 
 
 def test_a_renamed_local_tensor_is_an_error(monkeypatch, sharded):
-    def to_local(self):
-        return self._shard
+    class Renamed:
+        __module__ = DTensor.__module__
 
-    rename(monkeypatch, DTensor, to_local)
-    before = vars(sharded).copy()
+    renamed = Renamed()
     with pytest.raises(PatchError) as error:
-        torch_internals.set_local_tensor(sharded, torch.ones(4))
+        torch_internals.set_local_tensor(renamed, torch.ones(4))
     check_error(error, "torch", "_local_tensor")
-    assert vars(sharded) == before
-
-
-def test_a_renamed_file_system_is_an_error(monkeypatch, tmp_path):
-    def finish(self, metadata, results):
-        return self.files
-
-    rename(monkeypatch, FileSystemWriter, finish)
-    with pytest.raises(PatchError) as error:
-        HashingWriter(tmp_path)
-    check_error(error, "torch", "fs")
+    assert vars(renamed) == {}
 
 
 def test_each_folder_has_its_own_plan():
@@ -117,18 +110,21 @@ def test_each_folder_has_its_own_plan():
 
 
 @pytest.mark.parametrize(
-    "use", [lambda: torch_internals.make_save_planner("a"), patches.apply_for_saving]
+    ("kind", "name"), [(DefaultSavePlanner, "_cached_plans_key"), (FileSystemWriter, "fs")]
 )
-def test_a_renamed_key_of_plans_is_an_error_before_training(monkeypatch, use):
+def test_a_renamed_attribute_of_saving_is_an_error_before_training(monkeypatch, kind, name):
+    class Renamed(kind):
+        __module__ = kind.__module__
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            del vars(self)[name]
+
     monkeypatch.setattr(Trainer, "_save_checkpoint", Trainer._save_checkpoint)
-
-    def create_local_plan(self):
-        return self._key_of_plans
-
-    rename(monkeypatch, DefaultSavePlanner, create_local_plan)
+    monkeypatch.setattr(torch_internals, kind.__name__, Renamed)
     with pytest.raises(PatchError) as error:
-        use()
-    check_error(error, "torch", "_cached_plans_key")
+        ShardedCheckpointCallback()
+    check_error(error, "torch", name)
 
 
 def test_only_classes_that_a_model_has_become_units(llama):
@@ -172,6 +168,19 @@ def test_renamed_conversions_are_an_error(monkeypatch, llama):
         transformers_internals.set_conversions(llama, [])
     check_error(error, "transformers", "_weight_conversions")
     assert not hasattr(llama, "_weight_conversions")
+
+
+@pytest.mark.parametrize("wrap", [functools.wraps, lambda original: lambda wrapper: wrapper])
+def test_a_function_that_another_package_has_wrapped_is_not_an_error(monkeypatch, experts, wrap):
+    original = transformers_internals.revert_weight_conversion
+
+    @wrap(original)
+    def timed(*args):
+        return original(*args)
+
+    monkeypatch.setattr(transformers_internals, "revert_weight_conversion", timed)
+    transformers_internals.set_conversions(experts, [])
+    assert getattr(experts, transformers_internals.CONVERSIONS) == []
 
 
 # What is read or called.
