@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
+from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -20,8 +21,9 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.placeholder import shared_nan
+from hf_fsdp_recipes.loading.placeholder import is_placeholder, shared_nan
 from hf_fsdp_recipes.upstream.accelerate_internals import is_initialized
+from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS
 from hf_fsdp_recipes.upstream.transformers_internals import AutoHfQuantizer, local_torch_dtype
 
 if TYPE_CHECKING:
@@ -37,40 +39,39 @@ def pack_weights(
     model: PreTrainedModel,
     config: BitsAndBytesConfig,
     dtype: torch.dtype,
-) -> dict[str, "Layer"]:
+) -> None:
     """Replace the linear layers of a meta model with 4-bit layers.
 
-    Their weights are placeholders of the packed shape. `dtype` is the dtype of the weights before
-    they are quantized. Return the 4-bit layers as {name of the weight: layer}.
+    Their weights are placeholders of the packed shape. `dtype` is that of the layers' biases.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     quantizer = replace_linears(model, config, dtype)
-    layers = {}
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, Linear4bit):
-            old = module.weight
-            assert isinstance(old, Params4bit)
-            options = {
-                "compress_statistics": old.compress_statistics,
-                "quant_type": old.quant_type,
-                "quant_storage": old.quant_storage,
-            }
+            old: Any = module.weight
             num_bytes = -(-old.numel() // 2)
             shape = (num_bytes // old.quant_storage.itemsize, 1)
             module.weight = Params4bit(
                 shared_nan(shape, old.quant_storage),
                 requires_grad=False,
                 bnb_quantized=True,
-                **options,
+                **quantization_options(old),
             )
             # Otherwise bitsandbytes would permanently repack a gathered weight when the model is
             # evaluated on a CPU.
             module.support_avx512bf16_for_cpu = False
-            layers[f"{name}.weight"] = Layer(module, dtype, options)
     model.hf_quantizer = quantizer  # type: ignore[assignment]  # transformers declares no type
     quantizer.postprocess_model(model, config=model.config)
-    return layers
+
+
+def quantization_options(weight: Any) -> dict[str, Any]:
+    """Return the arguments of bitsandbytes' `quantize_4bit` that a `Params4bit` keeps."""
+    return {
+        "compress_statistics": weight.compress_statistics,
+        "quant_type": weight.quant_type,
+        "quant_storage": weight.quant_storage,
+    }
 
 
 def replace_linears(
@@ -173,6 +174,21 @@ class Layer:
 
 
 Layers = dict[str, Layer]  # {name of the weight: layer}
+
+
+def find_layers(model: Module, dtype: torch.dtype) -> Layers:
+    """Return the 4-bit layers whose weights are not loaded, by the names that they have now.
+
+    `dtype` is that of the weights before they are quantized.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    layers = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Linear4bit) and is_placeholder(module.weight):
+            name = WRAPPERS.sub("", path).removesuffix(".base_layer")
+            layers[f"{name}.weight"] = Layer(module, dtype, quantization_options(module.weight))
+    return layers
 
 
 def check_storage(layers: Layers, policy: object) -> None:

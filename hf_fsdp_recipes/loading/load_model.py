@@ -22,7 +22,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.bnb_4bit import Layers, pack_weights
+from hf_fsdp_recipes.loading.bnb_4bit import pack_weights
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.loader import Loader
 from hf_fsdp_recipes.loading.placeholder import insert_placeholders
@@ -123,12 +123,13 @@ def prepare_model(
         model.generation_config = found.generation_config
     entries, conversions = distributed.run_on_main(lambda: checkpoint.plan(model))
     set_conversions(model, conversions)
-    layers: Layers = {}
+    packed_dtype = None
     if quantization_config is not None:
-        layers = pack_weights(model, quantization_config, dtype)
+        pack_weights(model, quantization_config, dtype)
+        packed_dtype = dtype
     insert_placeholders(model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    Loader(model, checkpoint, entries, layers, shapes, is_direct).attach()
+    Loader(model, checkpoint, entries, packed_dtype, shapes, is_direct).attach()
     return model
 
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.bnb_4bit import Layers, check_storage
+from hf_fsdp_recipes.loading.bnb_4bit import Layers, check_storage, find_layers
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
 from hf_fsdp_recipes.loading.fill import (
     Reader,
@@ -37,9 +37,10 @@ class Loader:
     model: PreTrainedModel
     checkpoint: Checkpoint
     entries: Sequence[Entry]
-    layers: Layers
+    packed_dtype: torch.dtype | None  # of weights that rank 0 quantizes, before that
     shapes: dict[str, torch.Size]  # of the model's parameters, which must not change
     is_direct: bool  # whether every rank reads its own rows
+    layers: Layers = field(default_factory=dict)  # the 4-bit layers, found when they are sharded
     guard: RemovableHandle = field(init=False)  # the hook that refuses to run the model
 
     def attach(self) -> None:
@@ -66,6 +67,8 @@ class Loader:
         if device.type == "cpu":
             # torch takes Accelerate's cpu:0 for another device, so each `to` would copy
             device = torch.device("cpu")
+        if self.packed_dtype is not None:
+            self.layers = find_layers(self.model, self.packed_dtype)
         check_storage(self.layers, plugin.mixed_precision_policy)
         broadcast_adapters(model, device)
         move_to_meta(model)

@@ -66,10 +66,9 @@ class Placeholder(Parameter):
         if function is Tensor.is_contiguous:
             raise LoadError(NOT_LOADED)
         kwargs = kwargs or {}
-        values = [*args, *kwargs.values()]
-        if function is Tensor.to and any(isinstance(value, torch.dtype) for value in values):
-            raise LoadError(READ_TOO_EARLY)
-        if function in CASTS:
+        # `Module.to` passes a device before the dtype. It may cast, because it reads no values.
+        target = args[1] if len(args) > 1 else kwargs.get("dtype")
+        if function in CASTS or (function is Tensor.to and isinstance(target, torch.dtype)):
             raise LoadError(READ_TOO_EARLY)
         return run_on_plain_tensors(function, types, args, kwargs)
 
