@@ -19,7 +19,7 @@ from hf_fsdp_recipes.tools.rehearse import rehearse
 from hf_fsdp_recipes.tools.sweep import sweep
 
 # Settings of a command that passes fields of a recipe on.
-PASS_ON: dict[str, object] = {"allow_extra_args": True, "ignore_unknown_options": True}
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = Typer(
     help="FSDP recipes for Accelerate, Trainer and TRL.",

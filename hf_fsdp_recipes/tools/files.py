@@ -9,7 +9,7 @@ import shutil
 import sys
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional, TypeAlias
+from typing import Annotated, Any, Literal, Optional
 
 import yaml
 from typer import Argument, Context, Option, Typer
@@ -17,14 +17,14 @@ from typer import Argument, Context, Option, Typer
 from hf_fsdp_recipes.errors import ToolError
 
 Kind = Literal["template", "recipe"]
-Settings: TypeAlias = dict[str, Any]  # the mapping in a YAML file
+Settings = dict[str, Any]  # the mapping in a YAML file
 Name = Annotated[str, Argument(help="A name from `list`, or a file.")]
 # Options of several commands.
 TemplateOption = Annotated[
     str, Option("--accelerate_config", help="A template, or an Accelerate config.")
 ]
 RecipeOption = Annotated[Optional[str], Option("--config", help="A shipped recipe, or a file.")]
-FOLDERS: dict[Kind, str] = {"template": "accelerate_configs", "recipe": "recipes"}
+FOLDERS = {"template": "accelerate_configs", "recipe": "recipes"}
 
 
 def shipped_directory(kind: Kind) -> Path:

@@ -66,12 +66,11 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
     ScriptArguments and ModelConfig, and those in docs/recipes.md.
     """
     recipe = ["--config", str(find_file("recipe", config))] if config else []
-    template = find_file("template", accelerate_config)
-    launch(shipped_directory("recipe") / "sft.py", template, recipe + context.args)
+    launch(find_file("template", accelerate_config), recipe + context.args)
 
 
-def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
-    """Run a script on all ranks and wait.
+def launch(template: Path, arguments: Sequence[str]) -> None:
+    """Run the recipe script on all ranks and wait.
 
     Exit with status 1 if a rank fails or a signal stops the run.
     """
@@ -85,7 +84,7 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
     if read_yaml(template).get("use_cpu") or parse_flag_from_env("ACCELERATE_USE_CPU"):
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
     try:
-        launch_command(parse_launch(script, template, arguments))
+        launch_command(parse_launch(template, arguments))
     except (TypeError, ValueError) as error:
         raise ToolError(
             f"accelerate launch refuses {template} or an option: {describe(error)}. "
@@ -96,7 +95,7 @@ def launch(script: Path, template: Path, arguments: Sequence[str]) -> None:
         sys.exit(1)
 
 
-def parse_launch(script: Path, template: Path, arguments: Sequence[str]) -> Namespace:
+def parse_launch(template: Path, arguments: Sequence[str]) -> Namespace:
     """Return the parsed arguments of `accelerate launch`.
 
     `training_script_args` has the script's own arguments. Options of the launcher and of the script
@@ -121,9 +120,8 @@ def parse_launch(script: Path, template: Path, arguments: Sequence[str]) -> Name
         elif name.startswith("--"):
             target = for_script
         target.append(argument)
-    return parser.parse_args(
-        ["--config_file", str(template), *for_launcher, str(script), *for_script]
-    )
+    script = str(shipped_directory("recipe") / "sft.py")
+    return parser.parse_args(["--config_file", str(template), *for_launcher, script, *for_script])
 
 
 def run_recipe(

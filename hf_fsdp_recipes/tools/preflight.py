@@ -66,6 +66,9 @@ class Node:
         return f"node {self.machine_rank} ({self.host}, pid {self.pid})"
 
 
+Verdict = tuple[list[Node], list[str]]  # all nodes, and all faults
+
+
 def preflight(
     context: Context,
     accelerate_config: Annotated[
@@ -155,9 +158,7 @@ def check_nodes(
     return nodes
 
 
-def judge(
-    node: Node, address: str, port: int, output_dir: Path | None, timeout: float
-) -> tuple[list[Node], list[str]]:
+def judge(node: Node, address: str, port: int, output_dir: Path | None, timeout: float) -> Verdict:
     """Collect the reports of all nodes that join in time.
 
     Send all nodes and all faults to each node, and return them.
@@ -199,7 +200,7 @@ def listen(address: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=is_dual)
 
 
-def ask(node: Node, address: str, port: int, timeout: float) -> tuple[list[Node], list[str]]:
+def ask(node: Node, address: str, port: int, timeout: float) -> Verdict:
     """Send this node's report to node 0, as soon as that listens. Return all nodes and all faults.
 
     Plain sockets are used, because a TCPStore has no timeout when it connects to a port of another

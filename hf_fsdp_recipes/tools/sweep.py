@@ -174,8 +174,7 @@ def write_table(output_dir: Path) -> str:
     Raises:
         ToolError: the directory holds no case.
     """
-    cases = [case for case in output_dir.glob("*_*ranks") if case.is_dir()]
-    results = sorted(map(read_result, cases))
+    results = sorted(read_result(case) for case in output_dir.glob("*_*ranks") if case.is_dir())
     if not results:
         raise ToolError(
             f"{output_dir} holds no case of a sweep. Pass the --output_dir of `hf-fsdp sweep`."
@@ -210,8 +209,7 @@ def draw(results: Sequence[Result]) -> "Figure":
     figure = Figure(figsize=(11, 12), layout="constrained")
     for axes, name in zip(figure.subplots(3, 2).flat, COLUMNS, strict=True):
         draw_panel(axes, name, results)
-    lines_and_labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*lines_and_labels, loc="outside lower center", ncols=4)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 

@@ -74,9 +74,7 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
         RecipeError: a file does not exist or cannot be read, an option is unknown, or the template
             is not for FSDP2.
     """
-    parsed = parse_launch(
-        Path("sft.py"), find_file("template", template), ["--main_process_port", "0", *options]
-    )
+    parsed = parse_launch(find_file("template", template), ["--main_process_port=0", *options])
     launch, _, _ = validate_launch_command(parsed)
     environment = {
         name: value
