@@ -68,7 +68,8 @@ class HostCopy:
             return None
         # Other ranks need as much. What was allocated for another state is freed first.
         needed_bytes = count_bytes(originals.tensors.values()) * self._num_ranks_on_node
-        left_bytes = available_host_bytes() + count_bytes(self._copies) * self._num_ranks_on_node
+        freed_bytes = count_bytes(self._copies) * self._num_ranks_on_node
+        left_bytes = available_host_bytes() + freed_bytes
         if needed_bytes <= USED_SHARE * left_bytes:
             return None
         return (
@@ -108,7 +109,8 @@ class HostCopy:
         self.close()
         tensors = originals.tensors.values()
         self._copies = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
-        num_threads = max(1, len(os.sched_getaffinity(0)) // self._num_ranks_on_node)
+        num_cores = len(os.sched_getaffinity(0))
+        num_threads = max(1, num_cores // self._num_ranks_on_node)
         touch(self._copies, num_threads)
         for original, memory in zip(tensors, self._copies, strict=True):
             if original.device.type == "cuda" and self._can_pin:

@@ -113,8 +113,7 @@ def write_description(
     `export_checkpoint` needs them in addition to the weights.
     """
     if hasattr(model, "peft_config"):
-        adapted = cast(PeftModel, model)
-        adapted.active_peft_config.save_pretrained(str(directory))
+        cast(PeftModel, model).active_peft_config.save_pretrained(str(directory))
     elif isinstance(model, PreTrainedModel):
         write_configs(directory, model)
     if processor is not None:

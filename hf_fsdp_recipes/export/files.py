@@ -78,7 +78,7 @@ class FileWriter:
         self._streams: dict[str, BinaryIO] = {}
         # {file that is begun: {tensor that is not written yet: its position}}
         self._positions: dict[str, dict[str, int]] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._thread = ThreadPoolExecutor(1)
         self._previous: Future[None] | None = None
         self._error: Exception | None = None
 
@@ -89,7 +89,7 @@ class FileWriter:
         the next step is gathered.
         """
         submitted = self._thread.submit(self._compute_and_write, compute)
-        if self._previous is not None:
+        if self._previous:
             self._previous.result()
         self._previous = submitted
 

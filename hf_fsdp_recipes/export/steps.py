@@ -73,7 +73,7 @@ def plan_in_file_format(
     together, they form one step.
     """
     expected = revert_weight_conversion(model, outputs_of(steps))
-    converted: list[Step] = []
+    converted = []
     for layer in _group_by_layer(steps):
         together = []
         for step in layer:

@@ -54,8 +54,6 @@ class MetricsCallback(TrainerCallback):
     """
 
     _start: Entry | None  # the entry of this start, until it is written
-    _seconds: dict[str, float]  # {phase: seconds since the last logged step}
-    _phase_began_at: float
     _host_bytes: int
 
     def __init__(self, *, throughput_warmup_steps: int = 3) -> None:
@@ -177,11 +175,10 @@ class MetricsCallback(TrainerCallback):
         self._end_phase("other")
         self._is_running = False
         self._hook.remove()
-        step = state.global_step
         self._append(
             {
-                "step": step,
-                "ended_at_step": step,
+                "step": state.global_step,
+                "ended_at_step": state.global_step,
                 "seconds": self._seconds,
             }
         )
@@ -189,20 +186,21 @@ class MetricsCallback(TrainerCallback):
             with self._errors_as_warnings():
                 report.write_report(self._file.parent)
 
+    def _begin_interval(self, state: TrainerState) -> None:
+        """Start the interval that the next entry of metrics.jsonl covers."""
+        self._logged_step = state.global_step
+        self._host_bytes = 0
+        self._phase_began_at = time.perf_counter()
+        # {phase: seconds since the last logged step}
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._counts.zero_()
+
     def _end_phase(self, phase: str) -> None:
         """End a phase. Its time grows by the host time since the previous phase ended."""
         if self._is_running:
             now = time.perf_counter()
             self._seconds[phase] += now - self._phase_began_at
             self._phase_began_at = now
-
-    def _begin_interval(self, state: TrainerState) -> None:
-        """Start the interval that the next entry of metrics.jsonl covers."""
-        self._logged_step = state.global_step
-        self._host_bytes = 0
-        self._phase_began_at = time.perf_counter()
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._counts.zero_()
 
     def _measure(self, state: TrainerState) -> Entry:
         """Return what all ranks measured since the last logged step. Collective."""
@@ -278,7 +276,7 @@ def _describe_run(
     """Return the entry that is written to metrics.jsonl each time the run starts or resumes."""
     config = getattr(model, "config", None)
     model_name = Path(getattr(config, "name_or_path", "") or type(model).__name__).name
-    precision = str(AcceleratorState().mixed_precision)
+    precision = AcceleratorState().mixed_precision
     if precision == "no":
         precision = str(next(model.parameters()).dtype)
     device_module = torch.get_device_module(args.device)

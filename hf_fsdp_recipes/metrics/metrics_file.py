@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 PHASES = (
@@ -18,7 +18,7 @@ PHASES = (
 )
 NOT_TRAINING = ("save", "evaluation")  # phases that throughput excludes
 
-Entry: TypeAlias = dict[str, Any]
+Entry = dict[str, Any]
 
 
 def read_metrics(path: Path) -> list[Entry]:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes.errors import ToolError, describe
 from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, PHASES, Entry, average, read_metrics
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Row: TypeAlias = tuple[str, str]  # name and value
+Row = tuple[str, str]  # name and value
 
 LOG_HEADER = "    step       loss    seconds  peak memory, largest rank"
 MEMORY = {
@@ -140,10 +140,9 @@ def _format_log(rows: Sequence[Row], steps: Sequence[Entry]) -> str:
     lines += ["", LOG_HEADER]
     for step in steps:
         peak_bytes = max(step["device_peak_bytes"]) or max(step["host_bytes"])
-        gigabytes = peak_bytes / 1e9
         lines.append(
             f"{step['step']:>8} {step['loss']:>10.4f} {step['step_seconds']:>10.3f} "
-            f"{gigabytes:>23.2f} GB"
+            f"{peak_bytes / 1e9:>23.2f} GB"
         )
     return "\n".join(lines) + "\n"
 

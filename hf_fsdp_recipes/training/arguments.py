@@ -89,7 +89,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     unknown or has an invalid value.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    recipe: dict[str, object] = {}
+    recipe = {}
     file = None
     if "--config" in words[:-1]:
         file = Path(words[words.index("--config") + 1])
