@@ -1,6 +1,5 @@
 """Defines the `hf-fsdp` command. torch is imported only when a subcommand that needs it runs."""
 
-import inspect
 import logging
 import sys
 from pathlib import Path
@@ -46,8 +45,9 @@ def checkpoints(
     output_dir: Annotated[Path, Argument(help="Output directory of a run.")],
     verify: Annotated[bool, Option("--verify", help="Read every file and check its hash.")] = False,
 ) -> None:
-    """List a run's checkpoints. The exit status is 1 if the run cannot be resumed from any of
-    them.
+    """List a run's checkpoints.
+
+    The exit status is 1 if the run cannot be resumed from any of them.
     """
     from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, read_manifest, step_of
     from hf_fsdp_recipes.checkpointing.resume import find_damage
@@ -71,9 +71,10 @@ def checkpoints(
                     break
         if damage is None:
             num_usable += 1
-        ranks = manifest.get("world_size", "?")
-        megabytes = sum(sizes.values()) / 1e6
-        print(f"{step_of(checkpoint):>8}  {megabytes:>11,.1f}  {ranks:>5}  {damage or 'complete'}")
+        print(
+            f"{step_of(checkpoint):>8}  {sum(sizes.values()) / 1e6:>11,.1f}  "
+            f"{manifest.get('world_size', '?'):>5}  {damage or 'complete'}"
+        )
     if not num_usable:
         raise ToolError(f"{output_dir} holds no checkpoint that a run can be resumed from.")
 
@@ -97,8 +98,9 @@ def export(
         bool, Option("--merge-adapter", help="Merge LoRA into the base model.")
     ] = False,
 ) -> None:
-    """Convert a checkpoint to a directory for `from_pretrained` and vLLM, one tensor at a time.
-    This needs no GPU.
+    """Convert a checkpoint to a directory for `from_pretrained` and vLLM. This needs no GPU.
+
+    It is converted one tensor at a time.
     """
     from hf_fsdp_recipes.export.export import export_checkpoint
 
@@ -129,11 +131,6 @@ def report(
 
 
 app.command(context_settings=PASS_ON | {"help_option_names": []})(quickstart)
-
-# Without this, the list of commands would show the line breaks of their docstrings.
-for command in app.registered_commands + recipes_app.registered_commands:
-    paragraph = (inspect.getdoc(command.callback) or "").partition("\n\n")[0]
-    command.short_help = paragraph.replace("\n", " ")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed.checkpoint as dcp
 from transformers import Trainer
@@ -28,16 +29,16 @@ def redirected(trainer: Trainer, directory: Path) -> Iterator[dict[str, State]]:
 
     plugin = trainer.accelerator.state.fsdp_plugin
     is_sharded = plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+    offloading: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if is_sharded:  # otherwise this thread would copy the state now
+        offloading = mock.patch.object(plugin.state_dict_config, "offload_to_cpu", False)
     with (
-        swapped(trainer, GET_OUTPUT_DIR, lambda trial: str(directory)),
+        mock.patch.object(trainer, GET_OUTPUT_DIR, lambda trial: str(directory)),
         # The push follows when the checkpoint is complete.
-        swapped(trainer, PUSH_CHECKPOINT, lambda folder: None),
-        swapped(dcp, "save", record),
-        contextlib.ExitStack() as stack,
+        mock.patch.object(trainer, PUSH_CHECKPOINT, lambda folder: None),
+        mock.patch.object(dcp, "save", record),
+        offloading,
     ):
-        if is_sharded:
-            # Otherwise this thread would copy the state now.
-            stack.enter_context(swapped(plugin.state_dict_config, "offload_to_cpu", False))
         yield parts
     if is_sharded and not parts:
         raise CheckpointError(
@@ -45,18 +46,3 @@ def redirected(trainer: Trainer, directory: Path) -> Iterator[dict[str, State]]:
             "saved in the background. Install a tested version of accelerate, or remove "
             "ShardedCheckpointCallback."
         )
-
-
-@contextlib.contextmanager
-def swapped(owner: object, name: str, value: object) -> Iterator[None]:
-    """Give an attribute of an object or module another value, and at the end its former one."""
-    is_own = name in vars(owner)  # and not of its class, as methods are
-    former = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, former)
-        else:
-            delattr(owner, name)

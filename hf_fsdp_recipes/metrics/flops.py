@@ -46,13 +46,6 @@ PEAKS = {
 }
 VENDOR_AND_SERIES = re.compile(r"\b(nvidia|amd|intel|geforce|instinct)\b|\((r|tm)\)")
 
-# Names of the number of experts in configs.
-NUM_EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-)
-
 
 class ModelFlops(NamedTuple):
     """Sizes of a model that determine its FLOPs."""
@@ -118,7 +111,10 @@ def _count_matmuls(model: PreTrainedModel) -> tuple[int, int]:
     """Return how many parameters are multiplied with each token, and how many are trained."""
     num_matmul = 0
     num_trained = 0
-    num_experts = max(getattr(model.config, name, 0) for name in NUM_EXPERTS)
+    num_experts = max(
+        getattr(model.config, name, 0)
+        for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
     for path, module in model.named_modules():
         # PEFT's modules_to_save keeps the original of each replaced module, but the original no
         # longer runs.

@@ -74,11 +74,11 @@ def read_cgroups(root: Path, path: str, names: CgroupNames) -> list[int]:
             with suppress(OSError, ValueError):
                 limit = int((directory / limit_file).read_text())
                 usage = int((directory / names.usage_file).read_text())
-                lines = (directory / "memory.stat").read_text().splitlines()
-                stat = dict(line.split() for line in lines)
-                active = int(stat.get(f"{names.prefix}active_file", 0))
-                inactive = int(stat.get(f"{names.prefix}inactive_file", 0))
-                left.append(limit - usage + active + inactive)
+                text = (directory / "memory.stat").read_text()
+                stat = dict(line.split() for line in text.splitlines())
+                for kind in ("active_file", "inactive_file"):
+                    usage -= int(stat.get(f"{names.prefix}{kind}", 0))
+                left.append(limit - usage)
         directory = directory.parent
     return left
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 Row = tuple[str, str]  # name and value
 
-LOG_HEADER = "    step       loss    seconds  peak memory, largest rank"
 MEMORY = {
     "host memory at optimizer steps": "host_bytes",
     "device memory allocated, peak": "device_peak_bytes",
@@ -137,7 +136,7 @@ def _format_log(rows: Sequence[Row], steps: Sequence[Entry]) -> str:
     The format is from AMD's article on FSDP with ROCm.
     """
     lines = [f"{name}: {value}" for name, value in rows]
-    lines += ["", LOG_HEADER]
+    lines += ["", "    step       loss    seconds  peak memory, largest rank"]
     for step in steps:
         peak_bytes = max(step["device_peak_bytes"]) or max(step["host_bytes"])
         lines.append(

@@ -73,8 +73,7 @@ def read_yaml(file: Path) -> Settings:
     try:
         values = yaml.safe_load(file.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        cause = " ".join(str(error).split())
-        raise ToolError(f"{file} cannot be read: {cause}") from error
+        raise ToolError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ToolError(f"{file} is not a mapping of names to values.")
     return values
@@ -110,9 +109,7 @@ def make_app(kind: Kind) -> Typer:
 
 
 def copy(name: Name) -> None:
-    """Copy a recipe, the files that it names, and launch.slurm into the current directory, so that
-    you can change them.
-    """
+    """Copy a recipe, the files that it names, and launch.slurm into the current directory."""
     recipe = find_file("recipe", name)
     sources = {recipe.name: recipe}
     if recipe.suffix == ".yaml":
@@ -138,8 +135,9 @@ def copy(name: Name) -> None:
 
 
 def quickstart(context: Context) -> None:
-    """Fine-tune a 135M model on two CPU ranks, kill the run, resume it and check the answers, in
-    about 5 minutes.
+    """Fine-tune a 135M model on two CPU ranks, kill the run, resume it and check its answers.
+
+    This takes about 5 minutes.
     """
     script = str(shipped_directory("recipe") / "quickstart.py")
     os.execv(sys.executable, [sys.executable, script, *context.args])

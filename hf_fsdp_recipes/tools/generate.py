@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -43,13 +43,12 @@ def complete(
     logging.disable_progress_bar()
     inputs = [[{"role": "user", "content": prompt}] if is_chat else prompt for prompt in prompts]
     try:
-        generator = pipeline("text-generation", str(model), batch_size=len(prompts))
-        tokenizer = generator.tokenizer
-        assert tokenizer is not None  # a pipeline for text always has one
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         # Upstream's annotations know either chats or texts, and the chats only of other types.
+        generator: Any = pipeline("text-generation", str(model), batch_size=len(prompts))
+        tokenizer = generator.tokenizer
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         outputs = generator(
-            inputs,  # type: ignore[arg-type]
+            inputs,
             max_new_tokens=max_new_tokens,
             do_sample=False,
             return_full_text=False,

@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import BufferedRWPair
@@ -97,8 +97,9 @@ def preflight(
     ] = None,
     timeout: Annotated[float, Option(min=1, help="Seconds to wait for the other nodes.")] = 120.0,
 ) -> None:
-    """Can these nodes work together? Run this on each node with `hf-fsdp sft`'s arguments. Training
-    arguments are ignored.
+    """Can these nodes work together? Run this on each node with `hf-fsdp sft`'s arguments.
+
+    Training arguments are ignored.
     """
     job = dict(DEFAULTS)
     template = None
@@ -312,8 +313,8 @@ def advise(address: str) -> str:
     return "Check that all nodes were started, their own output, the address, firewalls and routes."
 
 
-def write_probe(probe: Path) -> list[str]:
-    """Create the output directory and write a file in it. Return a list of faults, if any."""
+def write_probe(probe: Path) -> Iterator[str]:
+    """Create the output directory and write a file in it. Yield a fault if there is one."""
     directory = probe.parent
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -322,11 +323,10 @@ def write_probe(probe: Path) -> list[str]:
             os.fsync(stream.fileno())
             stream.truncate(0)
     except OSError as error:
-        return [
+        yield (
             f"output_dir {directory} cannot be written ({error.strerror}). Check permissions, "
             "quota and mount."
-        ]
-    return []
+        )
 
 
 def find_unseen(nodes: list[Node], output_dir: Path) -> list[str]:

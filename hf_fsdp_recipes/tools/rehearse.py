@@ -59,8 +59,9 @@ def rehearse(
     ] = "cpu",
     directory: Annotated[Optional[Path], Option(help="Keep the files in this directory.")] = None,
 ) -> None:
-    """Will my recipe run to the end? Load, train, kill, resume, export and generate with a tiny
-    model on CPU ranks.
+    """Will my recipe run to the end? Try all of it with a tiny model on CPU ranks.
+
+    The model is loaded, trained, killed, resumed and exported, and it generates text.
 
     Fields of the recipe can follow, such as `--dataset_name my_rows.jsonl`.
     """

@@ -70,8 +70,9 @@ def sweep(
         list[int], Option("--num_processes", min=1, help="Ranks; repeatable.")
     ] = [],  # noqa: B006
 ) -> None:
-    """Which template scales? Measure a recipe's memory, time and throughput with each template and
-    number of ranks.
+    """Which template scales? Measure a recipe with each template and number of ranks.
+
+    The table has memory, time and throughput.
 
     The other arguments are those of `hf-fsdp sft`. Without templates, only the table and plots of
     earlier runs are written.
@@ -110,11 +111,13 @@ def find_status(case: Path) -> str:
     entries = read_metrics(case / METRICS_FILE)
     num_done = 0
     num_steps = 0
+    ended_at = None
     for entry in entries:
         num_done = entry.get("step", num_done)
         num_steps = entry.get("max_steps", num_steps)
-        if entry.get("ended_at_step") == num_steps:
-            return FINISHED
+        ended_at = entry.get("ended_at_step", ended_at)
+    if ended_at == num_steps:
+        return FINISHED
     files = [*case.glob("*log*"), *sorted((case / "logs").rglob("*"))]
     log = "\n".join(file.read_text(errors="replace") for file in files if file.is_file())
     if OUT_OF_MEMORY_MESSAGE.search(log):
@@ -149,11 +152,11 @@ def read_measurements(case: Path) -> dict[str, float]:
         rate = average(steps, name)
         if rate is not None:
             measured[name] = rate
-    start = entries[0]  # the entry for the start of the run
-    if "num_rows" in start:  # otherwise the dataset is a stream
-        rows_of_rank = start["batch_per_device"] * start["gradient_accumulation_steps"]
-        num_steps = math.ceil(start["num_rows"] / (rows_of_rank * start["num_ranks"]))
-        measured["epoch_seconds"] = num_steps * step_seconds
+    for start in entries:
+        if "num_rows" in start:  # a start of the run, whose dataset is no stream
+            rows_of_rank = start["batch_per_device"] * start["gradient_accumulation_steps"]
+            num_steps = math.ceil(start["num_rows"] / (rows_of_rank * start["num_ranks"]))
+            measured["epoch_seconds"] = num_steps * step_seconds
     return measured
 
 

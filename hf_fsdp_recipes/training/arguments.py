@@ -107,8 +107,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     try:
         arguments = Arguments(*parser.parse_args_and_config(words))
     except (ValueError, TypeError, ImportError) as error:  # raised by the classes' own checks
-        text = " ".join(str(error).split())
-        raise RecipeError(f"an argument is refused: {text}") from error
+        raise RecipeError(f"an argument is refused: {' '.join(str(error).split())}") from error
     if file:
         _find_relative_paths(arguments, file.parent)
     return arguments
@@ -121,14 +120,16 @@ def _build_parser() -> "TrlParser":
         def error(self, message: str) -> NoReturn:
             raise RecipeError(f"{message}.")  # argparse would print a page of usage
 
-    classes = (
-        ScriptArguments,
-        SFTConfig,
-        ModelConfig,
-        DatasetMixtureConfig,
-        RecipeArguments,
+    parser = Parser(
+        (  # type: ignore[arg-type]  # asks for one class
+            ScriptArguments,
+            SFTConfig,
+            ModelConfig,
+            DatasetMixtureConfig,
+            RecipeArguments,
+        ),
+        allow_abbrev=False,
     )
-    parser = Parser(classes, allow_abbrev=False)  # type: ignore[arg-type]  # asks for one class
     # Set by the launcher. TRL would take bf16.
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     parser.set_defaults(

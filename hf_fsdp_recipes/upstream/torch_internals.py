@@ -13,7 +13,7 @@ from torch.distributed.launcher.api import ChildFailedError, SignalException  # 
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef  # tells views from other tensors
 
-from hf_fsdp_recipes.upstream.versions import check_has
+from hf_fsdp_recipes.upstream.versions import check
 
 # The classes and functions that a pickled `.metadata` file may name. Loading these runs no code
 # from the file.
@@ -56,15 +56,20 @@ def set_local_tensor(sharded: DTensor, local: torch.Tensor) -> None:
 
     `DTensor.from_local` would copy paged memory to the device, because it counts as CPU memory.
     """
-    check_has(sharded, "_local_tensor", "optimizers of torch work without it")
+    check(
+        hasattr(sharded, "_local_tensor"),
+        "torch",
+        "_local_tensor",
+        "optimizers of torch work without it",
+    )
     sharded._local_tensor = local
 
 
 def check_saving() -> None:
     """Raise a PatchError if torch lacks an attribute that each save sets."""
     remains = "load_model and export_model work without it"
-    check_has(DefaultSavePlanner(), "_cached_plans_key", remains)
-    check_has(FileSystemWriter(""), "fs", remains)
+    for owner, name in ((DefaultSavePlanner(), "_cached_plans_key"), (FileSystemWriter(""), "fs")):
+        check(hasattr(owner, name), "torch", name, remains)
 
 
 def make_save_planner(folder: str) -> DefaultSavePlanner:

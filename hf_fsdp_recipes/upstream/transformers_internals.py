@@ -27,7 +27,7 @@ from transformers.quantizers.auto import (
     AutoQuantizationConfig,  # the class of a checkpoint's quantization config
 )
 
-from hf_fsdp_recipes.upstream.versions import check_is_read
+from hf_fsdp_recipes.upstream.versions import check, reads
 
 CONVERSIONS = "_weight_conversions"  # a model's: how files were converted; saving reverts it
 ATTENTION = "_attn_implementation"  # a config's: for a message
@@ -66,12 +66,9 @@ def new_value(model: PreTrainedModel, name: str) -> torch.Tensor:
 
 def keep_present_units(model: PreTrainedModel) -> None:
     """Let a model's FSDP units be only classes that it has. Accelerate refuses any others."""
-    check_is_read(
-        "accelerate",
-        "_no_split_modules",
-        FullyShardedDataParallelPlugin.set_auto_wrap_policy,
-        "models of from_pretrained work without it",
-    )
+    name = "_no_split_modules"
+    is_read = reads("accelerate", FullyShardedDataParallelPlugin.set_auto_wrap_policy, name)
+    check(is_read, "accelerate", name, "models of from_pretrained work without it")
     present = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = present & set(model._no_split_modules or ())
 
@@ -79,10 +76,6 @@ def keep_present_units(model: PreTrainedModel) -> None:
 def set_conversions(model: PreTrainedModel, conversions: list | None) -> None:
     """Let saving and exporting a model revert these conversions, unless they are None."""
     if conversions is not None:
-        check_is_read(
-            "transformers",
-            CONVERSIONS,
-            revert_weight_conversion,
-            "from_pretrained works without it",
-        )
+        is_read = reads("transformers", revert_weight_conversion, CONVERSIONS)
+        check(is_read, "transformers", CONVERSIONS, "from_pretrained works without it")
         setattr(model, CONVERSIONS, conversions)

@@ -18,22 +18,16 @@ def patch_error(module: str, problem: str, remains: str) -> PatchError:
     )
 
 
-def check_has(owner: object, name: str, remains: str) -> None:
-    """Raise a PatchError if an object lacks an attribute that this package sets."""
-    if not hasattr(owner, name):
-        kind = type(owner)
-        problem = f"{kind.__name__} has no {name}, so this package cannot set it"
-        raise patch_error(kind.__module__, problem, remains)
-
-
-def check_is_read(package: str, name: str, reader: Any, remains: str) -> None:
-    """Raise a PatchError if a function does not read an attribute that this package sets for it.
-
-    If another package has wrapped the function, nothing is checked.
-    """
-    code = getattr(inspect.unwrap(reader), "__code__", None)
-    if code is None or f"/{package}/" not in code.co_filename:
-        return
-    if name not in code.co_names + code.co_consts:
-        problem = f"{reader.__qualname__} does not read {name}, so this package cannot set it"
+def check(is_read: bool, package: str, name: str, remains: str) -> None:
+    """Raise a PatchError if a package does not read an attribute that this package sets."""
+    if not is_read:
+        problem = f"{package} does not read {name}, so this package cannot set it"
         raise patch_error(package, problem, remains)
+
+
+def reads(package: str, function: Any, name: str) -> bool:
+    """Return whether a package's function reads a name, or is wrapped by another package."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or f"/{package}/" not in code.co_filename:
+        return True
+    return name in code.co_names + code.co_consts
