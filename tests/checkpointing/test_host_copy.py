@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import threading
 
 import pytest
 import torch
@@ -168,3 +169,22 @@ def test_what_was_pinned_is_unpinned_also_if_nobody_closes_it(monkeypatch):
     assert len(cuda.pinned) == 2 and not copied._can_pin
     del copied
     assert cuda.pinned == {}
+
+
+class Locked(dict):
+    """A mapping that cannot be copied by `copy.deepcopy`."""
+
+    def __init__(self, *items):
+        super().__init__(*items)
+        self.lock = threading.Lock()
+
+
+def test_a_mapping_of_any_class_is_a_dict_in_the_copy():
+    # DCP pickles a tuple whole, and a resume allows no class but a few in pickles.
+    weight = torch.ones(2)
+    counts = collections.defaultdict(int, steps=1)
+    state = {"optimizer": {"groups": (counts, Locked({"weight": weight}))}}
+    copied = HostCopy(1).take(Originals(state))["optimizer"]["groups"]
+    assert [type(mapping) for mapping in copied] == [dict, dict]
+    assert copied[0] == {"steps": 1}
+    assert copied[1]["weight"] is not weight and torch.equal(copied[1]["weight"], weight)

@@ -554,3 +554,45 @@ def test_dpo_with_a_sharded_reference_model_has_stock_losses(tiny_model, text_fi
         return run_ranks(_train_dpo, 2, *arguments, environment=fsdp_environment(FSDP2))
 
     assert run(True) == run(False)
+
+
+def _load_and_change(model, kwargs, change):
+    """Return a digest of each weight that a changed model gets when it is sharded."""
+    from accelerate import Accelerator
+    from transformers import BitsAndBytesConfig
+
+    from hf_fsdp_recipes import load_model
+
+    if kwargs.pop("is_packed", False):
+        kwargs["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **NF4)
+    model = load_model(str(model), **kwargs)
+    if change == "reverse":
+        model.model.layers = torch.nn.ModuleList(reversed(list(model.model.layers)))
+    elif change:
+        model.to(getattr(torch, change))
+    model, _ = Accelerator().prepare(model, torch.optim.SGD(model.parameters()))
+    # A cast of the whole model includes buffers.
+    found = {name: value for name, value in digest(model).items() if "inv_freq" not in name}
+    for name, module in model.named_modules():
+        if getattr(module, "quant_state", None) is not None:
+            found[f"scales of {name}"] = float(module.quant_state.absmax.double().sum())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs", "change", "other_kwargs"),
+    [
+        ("llama_wide", {"dtype": "float32", "is_packed": True}, "reverse", None),
+        ("llama", {"dtype": "float32"}, "bfloat16", {"dtype": "bfloat16"}),
+    ],
+)
+def test_a_model_may_be_cast_or_have_its_layers_moved_before_it_is_loaded(
+    kind, kwargs, change, other_kwargs, tiny_model
+):
+    environment = fsdp_environment(FSDP2)
+    changed, plain = (
+        run_ranks(_load_and_change, 2, tiny_model(kind), *inputs, environment=environment)
+        for inputs in ((kwargs, change), (other_kwargs or kwargs, None))
+    )
+    assert changed == plain
+    assert len(set(plain[0].values())) > 10

@@ -215,3 +215,13 @@ def test_a_tiny_model_is_swept_for_real(tiny_model, text_file, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row[1] for row in rows(done.stdout)] == ["1", "2"]
     assert "OOM" not in done.stdout and "failed" not in done.stdout
+
+
+def test_a_case_that_was_continued_is_not_finished_before_its_new_end(tmp_path):
+    case = tmp_path / f"{FULL}_2ranks"
+    write_metrics(case)
+    assert sweep.find_status(case) == "finished"
+    lines = (case / "metrics.jsonl").read_text().splitlines()
+    longer = {**json.loads(lines[0]), "from_step": 5, "max_steps": 9}
+    (case / "metrics.jsonl").write_text("\n".join([*lines, json.dumps(longer)]) + "\n")
+    assert sweep.find_status(case) == "failed: 5 of 9 steps; it may still be running"
