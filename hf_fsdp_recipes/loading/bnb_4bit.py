@@ -153,7 +153,8 @@ class Layer:
         """Return the packed weight, and keep its scales for `broadcast_scales`."""
         from bitsandbytes.functional import quantize_4bit
 
-        if issubclass(self.module.source_cls, Conv1D):  # type: ignore[arg-type]  # set by transformers
+        # transformers sets `source_cls`.
+        if issubclass(self.module.source_cls, Conv1D):  # type: ignore[arg-type]
             weight = weight.T.contiguous()
         if not torch.stack(torch.aminmax(weight)).isfinite().all():  # without temporary tensors
             raise LoadError(
