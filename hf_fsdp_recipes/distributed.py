@@ -76,7 +76,7 @@ def open_default_group(device: torch.device) -> None:
     """Let all ranks take part in the default group's first operation. Collective.
 
     NCCL creates the group's communicator in it. Only after that may some of the ranks send each
-    other tensors of the device. A single rank sends nothing, and a communicator takes 350 MB.
+    other tensors of the device. A single rank sends nothing, and needs no communicator.
     """
     if world_size() > 1:
         dist.broadcast(torch.zeros(1, device=device), 0)

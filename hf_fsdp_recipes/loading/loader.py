@@ -37,10 +37,10 @@ class Loader:
     model: PreTrainedModel
     checkpoint: Checkpoint
     entries: Sequence[Entry]
-    packed_dtype: torch.dtype | None  # of weights that rank 0 quantizes, before that
+    packed_dtype: torch.dtype | None  # dtype of 4-bit weights before they are quantized
     shapes: dict[str, torch.Size]  # of the model's parameters, which must not change
     is_direct: bool  # whether every rank reads its own rows
-    layers: Layers = field(default_factory=dict)  # the 4-bit layers, found when they are sharded
+    layers: Layers = field(default_factory=dict)  # filled by `shard`
     guard: RemovableHandle = field(init=False)  # the hook that refuses to run the model
 
     def attach(self) -> None:
