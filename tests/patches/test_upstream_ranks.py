@@ -16,14 +16,33 @@ from tests.ranks.training import build
 
 REPRODUCTIONS = Path(__file__).parent / "reproductions"
 HAS_FIX = Version(version("torch")) >= Version("2.15")
+HAS_UNIT_FOR_HEAD = Version(version("accelerate")) >= Version("1.14")
 BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 2000}
+LLAMA_LAYERS = {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+WITHOUT_LAYERS = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+WITH_FSDP = (
+    "fill_shards",
+    "wrap_by_size",
+    "head_gradient",
+    "label_smoothing",
+    "best_model",
+    "unused_parameter",
+    "unused_expert",
+)
+ON_ONE_RANK = (
+    "save_checkpoint",
+    "best_model",
+    "unused_parameter",
+    "frozen_parameter",
+    "fused_loss",
+)
 
 
 def _reproduce(name):
     """Run a reproduction. Those that need FSDP get it on CPU ranks, and no more of this package."""
     from hf_fsdp_recipes import patches
 
-    if name in ("fill_shards", "wrap_by_size"):
+    if name in WITH_FSDP:
         patches.enable_cpu_ranks()
     runpy.run_path(str(REPRODUCTIONS / f"{name}.py"))
 
@@ -41,10 +60,41 @@ def _reproduce(name):
             "_unsharded_param",
             marks=pytest.mark.skipif(HAS_FIX, reason="torch 2.15 fixed it"),
         ),
+        pytest.param(
+            "head_gradient",
+            fsdp_environment(FSDP2),
+            "the head's change is wrong by 100%",
+            marks=pytest.mark.skipif(
+                not HAS_UNIT_FOR_HEAD,
+                reason="accelerate 1.13 has no unit for the head",
+            ),
+        ),
+        ("label_smoothing", fsdp_environment(FSDP2), "instead of 28.48"),
+        ("best_model", fsdp_environment(FSDP2), "checkpoint-1 was loaded"),
+        (
+            "unused_parameter",
+            fsdp_environment(FSDP2 | LLAMA_LAYERS),
+            "Missing key in checkpoint state_dict: optimizer.state.model.vision_tower",
+        ),
+        (
+            "unused_expert",
+            fsdp_environment(FSDP2 | WITHOUT_LAYERS),
+            "expert 0 changes by [-1.5, -1.5, 0.0, 0.0], not -0.5",
+        ),
+        ("frozen_parameter", {}, "embed_positions.weight"),
+        pytest.param(
+            "fused_loss",
+            {},
+            "SFTTrainer computes a loss of 3.50",
+            marks=pytest.mark.skipif(
+                Version(version("trl")) < Version("1.16"),
+                reason="older versions of TRL call the model",
+            ),
+        ),
     ],
 )
 def test_the_reason_for_a_patch_or_a_workaround_still_exists(name, environment, error):
-    num_ranks = 1 if name == "save_checkpoint" else 2
+    num_ranks = 1 if name in ON_ONE_RANK else 2
     errors = run_ranks(_reproduce, num_ranks, name, environment=environment, expect_failure=True)
     assert all(error in text for _, text in errors)
 
