@@ -7,12 +7,13 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, extract_model_from_parallel
 from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
@@ -32,6 +33,7 @@ from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.export.directory import write_description
 from hf_fsdp_recipes.export.export import export_model, parse_dtype
 from hf_fsdp_recipes.loading.load_model import check_fsdp_version
+from hf_fsdp_recipes.training.units import train_like_one_process
 from hf_fsdp_recipes.upstream import patches
 from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR, PUSH_CHECKPOINT
 
@@ -104,8 +106,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         self.has_begun = False
         self._run: str | None = None
         self._writer: Writer | None = None
-        self._flags: StepFlags | None = None
-        self._save_total_limit: int | None = None
+        self._flags = StepFlags(None, False)  # does nothing until training begins
+        self._opened = ExitStack()  # undoes what `on_train_begin` and `on_log` do
         self._forget_last_run()
         if patches.is_fsdp_requested():
             check_fsdp_version()
@@ -134,9 +136,11 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._forget_last_run()
         if PartialState().distributed_type == DistributedType.FSDP:
             self._claim_directory(args, state)
+            train_like_one_process(kwargs["model"])
         group = distributed.new_group() if distributed.is_distributed() else None
         # Created last: while a rank waits above, SIGTERM ends it.
         self._flags = StepFlags(group, self._signals)
+        self._opened.callback(self._flags.close)
         self.has_begun = True
         has_all_steps = state.max_steps <= state.global_step
         is_within_epoch = (state.epoch or 0) % 1 > 0
@@ -149,8 +153,7 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     def _claim_directory(self, args: TrainingArguments, state: TrainerState) -> None:
         assert args.output_dir is not None
-        # It is annotated as a list of callbacks, but holds their states.
-        states = cast("dict[str, dict[str, str]]", state.stateful_callbacks)
+        states: Any = state.stateful_callbacks  # annotated as a list, but a dict
         run = states.get(STATE_KEY, {}).get("run")
         # If training starts again in this process, for instance with auto_find_batch_size, it
         # continues the same run.
@@ -158,12 +161,15 @@ class ShardedCheckpointCallback(TrainerCallback):
         states[STATE_KEY] = {"run": self._run}
         directory = RunDirectory(Path(args.output_dir), self._run)
         distributed.run_on_main(lambda: directory.open(state.global_step))
+        if distributed.is_main():
+            self._opened.callback(directory.close)
         self._writer = Writer(directory, distributed.new_group())
+        self._opened.callback(self._writer.close)
         self._kept_state = copy.copy(state)
 
     def on_pre_optimizer_step(self, *_: object, **kwargs: object) -> None:
         """Start the exchange that tells all ranks of a signal or a failed save on any rank."""
-        if self._flags is not None and not self._stop_signal:
+        if not self._stop_signal:
             self._flags.start(self._writer is not None and self._writer.has_failed)
 
     def on_step_end(
@@ -174,7 +180,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         **kwargs: object,
     ) -> None:
         """Log the error of a failed save. If any rank got a signal, let Trainer save and stop."""
-        if self._flags is None or self._stop_signal:
+        if self._stop_signal:
             return
         self._stop_signal, any_failed = self._flags.finish()
         if any_failed:
@@ -207,11 +213,11 @@ class ShardedCheckpointCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """At Trainer's last log, finish the save in flight. Trainer then loads the best model."""
-        if self._writer is not None and "train_runtime" in kwargs.get("logs", {}):
+        if self.saves_checkpoints and "train_runtime" in kwargs["logs"]:
             self._settle(state)
             # With save_total_limit=1, Trainer would now delete all other checkpoints, even those of
             # other runs.
-            self._save_total_limit = args.save_total_limit
+            self._opened.callback(setattr, args, "save_total_limit", args.save_total_limit)
             args.save_total_limit = None
 
     def on_train_end(
@@ -225,9 +231,7 @@ class ShardedCheckpointCallback(TrainerCallback):
 
         Raise an error if the last save failed. After a signal, exit.
         """
-        if self._writer is not None:
-            self._settle(state)
-            args.save_total_limit = self._save_total_limit
+        self._settle(state)
         self._close()
         if self._export_dir is not None and not self._stop_signal:
             self._export(self._export_dir, kwargs["model"], kwargs.get("processing_class"))
@@ -324,7 +328,7 @@ class ShardedCheckpointCallback(TrainerCallback):
 
         If it failed, warn, and undo its change of the best model in `state`.
         """
-        if self._pending_state is None or self._writer is None:
+        if not (self._pending_state and self._writer):
             return
         self._last_error = self._writer.wait()
         if self._last_error is None:
@@ -343,15 +347,9 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._pending_state = None
 
     def _close(self) -> None:
-        """Undo what `on_train_begin` did."""
-        if self._flags is not None:
-            self._flags.close()
-        if self._writer is not None:
-            self._writer.close()
-            if distributed.is_main():
-                self._writer.directory.close()
+        """Undo what `on_train_begin` and `on_log` did."""
+        self._opened.close()
         self._writer = None
-        self._flags = None
 
 
 def _complete_small_files(trainer: Trainer, written: Path, best_path: str | None) -> None:
@@ -361,7 +359,7 @@ def _complete_small_files(trainer: Trainer, written: Path, best_path: str | None
     has_temporary_path = state.best_model_checkpoint != best_path
     state.best_model_checkpoint = best_path
     if trainer.args.should_save:
-        assert trainer.model is not None
-        write_description(written, trainer.model, trainer.processing_class)
+        model = extract_model_from_parallel(trainer.model, keep_torch_compile=False)
+        write_description(written, model, trainer.processing_class)
         if has_temporary_path:
             state.save_to_json(str(written / TRAINER_STATE_NAME))

@@ -3,13 +3,18 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from transformers import Trainer
 
 from hf_fsdp_recipes.checkpointing.host_copy import State
 from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.training.sharded_optimizer import local_part, to_sharded
+from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS
 from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR, PUSH_CHECKPOINT
 
 
@@ -29,20 +34,53 @@ def redirected(trainer: Trainer, directory: Path) -> Iterator[dict[str, State]]:
 
     plugin = trainer.accelerator.state.fsdp_plugin
     is_sharded = plugin.state_dict_type.name == "SHARDED_STATE_DICT"
-    offloading: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if is_sharded:  # otherwise this thread would copy the state now
-        offloading = mock.patch.object(plugin.state_dict_config, "offload_to_cpu", False)
+    config = plugin.state_dict_config
+    # If it offloaded sharded state, this thread would copy the state now.
+    offloads = config.offload_to_cpu and not is_sharded
     with (
         mock.patch.object(trainer, GET_OUTPUT_DIR, lambda trial: str(directory)),
         # The push follows when the checkpoint is complete.
         mock.patch.object(trainer, PUSH_CHECKPOINT, lambda folder: None),
         mock.patch.object(dcp, "save", record),
-        offloading,
+        mock.patch.object(config, "offload_to_cpu", offloads),
     ):
         yield parts
+    for state in parts.values():
+        if "optimizer" in state:
+            add_unused_weights(state["optimizer"], trainer.model)
     if is_sharded and not parts:
         raise CheckpointError(
             "Accelerate passed nothing to torch.distributed.checkpoint.save, so nothing can be "
             "saved in the background. Install a tested version of accelerate, or remove "
             "ShardedCheckpointCallback."
         )
+
+
+def add_unused_weights(optimizer: Any, model: Any) -> None:
+    """Add the state of trained weights that never had a gradient to an optimizer's state dict.
+
+    Such weights are those of a vision tower that is trained on text. Their state is zero, and takes
+    no memory. Without it, torch refuses to resume.
+    """
+    parameters = {WRAPPERS.sub("", name): value for name, value in model.named_parameters()}
+    states = optimizer["state"]
+    for group in optimizer["param_groups"]:
+        names = group["params"]
+        example = next((name for name in [*names, *states] if name in states), None)
+        for name in names:
+            if example is not None and name not in states:
+                states[name] = {
+                    key: zero_state(value, parameters[example], parameters[name])
+                    for key, value in states[example].items()
+                }
+
+
+def zero_state(value: Any, of: Tensor, parameter: Tensor) -> Any:
+    """Return zeros for a weight, like a `value` in the state `of` another weight."""
+    if not isinstance(value, Tensor):
+        return type(value)()
+    if value.shape != of.shape:
+        return torch.zeros_like(value)
+    local = local_part(parameter)
+    zeros = torch.zeros((), dtype=value.dtype, device=local.device).expand(local.shape)
+    return to_sharded(zeros, parameter)

@@ -6,6 +6,7 @@ Until then, using the model raises an error.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,16 @@ from hf_fsdp_recipes.loading.fill import (
     fill_directly,
     fill_from_rank0,
 )
-from hf_fsdp_recipes.loading.placeholder import NOT_LOADED, OFFLINE, is_placeholder, move_to_meta
+from hf_fsdp_recipes.loading.placeholder import (
+    NOT_LOADED,
+    OFFLINE,
+    Placeholder,
+    is_placeholder,
+    move_to_meta,
+)
+from hf_fsdp_recipes.training.units import train_like_one_process
 from hf_fsdp_recipes.upstream.patches import LOADER
+from hf_fsdp_recipes.upstream.transformers_internals import find_tied
 
 
 @dataclass(eq=False)
@@ -37,7 +46,7 @@ class Loader:
     model: PreTrainedModel
     checkpoint: Checkpoint
     entries: Sequence[Entry]
-    packed_dtype: torch.dtype | None  # dtype of 4-bit weights before they are quantized
+    dtype: torch.dtype  # of 4-bit weights before they are quantized
     shapes: dict[str, torch.Size]  # of the model's parameters, which must not change
     is_direct: bool  # whether every rank reads its own rows
     layers: Layers = field(default_factory=dict)  # filled by `shard`
@@ -67,26 +76,23 @@ class Loader:
         if device.type == "cpu":
             # torch takes Accelerate's cpu:0 for another device, so each `to` would copy
             device = torch.device("cpu")
-        if self.packed_dtype is not None:
-            self.layers = find_layers(self.model, self.packed_dtype)
+        self.layers = find_layers(self.model, self.dtype)
         check_storage(self.layers, plugin.mixed_precision_policy)
         broadcast_adapters(model, device)
+        untie_frozen(model)
         move_to_meta(model)
         if accelerator.mixed_precision != "no" and not self.layers:
             # Accelerate's own conversion has no effect in version 1.13.
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
-        was_efficient = plugin.cpu_ram_efficient_loading
-        plugin.cpu_ram_efficient_loading = False
-        try:
+        with mock.patch.object(plugin, "cpu_ram_efficient_loading", False):
             model = shard(accelerator, model)
-        finally:
-            plugin.cpu_ram_efficient_loading = was_efficient
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         home = torch.device("cpu") if is_offloaded else device
         self._fill(model, home, device)
         self.detach()
+        train_like_one_process(model)
         return model
 
     def _fill(
@@ -100,6 +106,8 @@ class Loader:
         The model computes on `device`.
         """
         targets = allocate(model, home)
+        for tied, saved in find_tied(self.model).items():
+            join_frozen(targets, tied, saved)
         self._check(targets)
         read_directly = []
         sent_by_rank0 = []
@@ -109,8 +117,7 @@ class Loader:
                 read_directly.append(entry)
             else:
                 sent_by_rank0.append(entry)
-        if self.is_direct:
-            fill_directly(self.checkpoint, read_directly, targets)
+        fill_directly(self.checkpoint, read_directly, targets)
         reader = Reader(self.model, self.checkpoint, self.layers, targets, device)
         fill_from_rank0(reader, sent_by_rank0)
         copy_to_replicas(targets)
@@ -120,15 +127,49 @@ class Loader:
         for name, shape in self.shapes.items():
             if name in targets and targets[name][0].shape != shape:
                 raise LoadError(f"{name} changed its shape before it was loaded. {OFFLINE}.")
-        names = [name for entry in self.entries for name in entry.names]
-        filled = {target for name in names for target in targets.get(name, ())}
+        filled = {
+            target
+            for entry in self.entries
+            for name in entry.names
+            for target in targets.get(name, ())
+        }
         for name, tensors in targets.items():
             if isinstance(tensors[0], Parameter) and filled.isdisjoint(tensors):
                 raise LoadError(
                     f"{name} is tied to another weight, but Accelerate separates them under FSDP2, "
-                    f"so the model cannot be sharded. Install accelerate 1.15 or newer, or train "
-                    f"it without FSDP."
+                    f"so both would train. Accelerate before 1.15 does so in every model. Use LoRA "
+                    f"without this weight in modules_to_save, or train without FSDP."
                 )
+
+
+def untie_frozen(model: Module) -> None:
+    """Give frozen weights that are tied placeholders of their own.
+
+    FSDP2 refuses a weight that belongs to two units. Accelerate makes one unit only of embeddings
+    and an output head that are tied. Copies of PEFT's `modules_to_save` are not tied.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    weight = getattr(head, "weight", None)
+    owners = {head, embeddings} if weight is getattr(embeddings, "weight", None) else set()
+    known = {weight} if owners else set()
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            is_frozen = isinstance(parameter, Placeholder) and not parameter.requires_grad
+            if is_frozen and parameter in known and module not in owners:
+                setattr(module, name, Placeholder(parameter))
+            known.add(parameter)
+
+
+def join_frozen(targets: Tensors, tied: str, saved: str) -> None:
+    """Let two tied weights that Accelerate has separated get the same values.
+
+    A weight that is trained must stay tied. PEFT's copies of a frozen weight are not tied.
+    """
+    parts = targets.get(tied, [])
+    if saved in targets and not all(part.requires_grad for part in parts):
+        targets[saved][:] = dict.fromkeys(targets[saved] + parts)
+        targets[tied] = targets[saved]
 
 
 def _refuse(*args: object, **kwargs: object) -> NoReturn:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.utils import swap_tensors
 
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.upstream.torch_internals import make_parameter, run_on_plain_tensors
@@ -88,10 +89,14 @@ def is_placeholder(parameter: Tensor) -> bool:
 
 
 def insert_placeholders(model: Module) -> None:
-    """Replace a model's meta parameters with placeholders."""
+    """Replace a model's meta parameters with placeholders.
+
+    As in `from_pretrained`, all of them are trained, even those that the model's class freezes.
+    """
     for parameter in model.parameters():
         if parameter.is_meta and type(parameter) is Parameter:
-            torch.utils.swap_tensors(parameter, Placeholder(parameter))
+            parameter.requires_grad_(parameter.is_floating_point())
+            swap_tensors(parameter, Placeholder(parameter))
 
 
 def move_to_meta(model: Module) -> None:
@@ -105,4 +110,4 @@ def move_to_meta(model: Module) -> None:
             cls = Parameter if isinstance(parameter, Placeholder) else type(parameter)
             new = make_parameter(cls, meta, parameter.requires_grad)
             new.__dict__.update(parameter.__dict__)
-            torch.utils.swap_tensors(parameter, new)
+            swap_tensors(parameter, new)

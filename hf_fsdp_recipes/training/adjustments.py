@@ -1,7 +1,7 @@
 """Changes an SFTTrainer before training.
 
-It then sums gradients in float32, refuses models that mix packed rows, and lets streamed runs
-resume.
+It then sums gradients in float32, refuses models that mix packed rows or get another loss than
+their own, and lets streamed runs resume.
 """
 
 import dataclasses
@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from datasets import IterableDataset
-from torch.distributed.fsdp import FSDPModule
-from transformers import DataCollator, TrainerCallback, TrainingArguments
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, TrainerCallback
 from trl import SFTTrainer
 
 from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.upstream.transformers_internals import ATTENTION
+from hf_fsdp_recipes.training.units import units_of
+from hf_fsdp_recipes.upstream.transformers_internals import ATTENTION, metrics_of
 
-LENGTH = 16  # tokens in each of the two rows that are packed for the check
+ROW = list(range(16))  # tokens for the checks
 TOLERANCE = 1e-2  # largest difference, relative to the outputs' norm, that counts as rounding
+LOSS_TOLERANCE = 1e-3  # the same for a loss in float32
 
 
 def adjust(trainer: SFTTrainer, is_streamed: bool) -> None:
@@ -26,12 +27,10 @@ def adjust(trainer: SFTTrainer, is_streamed: bool) -> None:
 
     Not a collective.
     """
-    if trainer.padding_free:
-        trainer.add_callback(PackingCheck(trainer.data_collator))
+    trainer.add_callback(ModelCheck(trainer))
     if is_streamed:
-        assert isinstance(trainer.train_dataset, IterableDataset)
         # An endless stream lets a resumed run skip the rows it has seen, even in a later pass.
-        trainer.train_dataset = trainer.train_dataset.repeat(None)
+        trainer.train_dataset = trainer.train_dataset.repeat(None)  # type: ignore[union-attr]
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin and plugin.mixed_precision_policy:
         # The policy's own reduce_dtype would sum gradients in 16 bits.
@@ -39,11 +38,10 @@ def adjust(trainer: SFTTrainer, is_streamed: bool) -> None:
             plugin.mixed_precision_policy,
             reduce_dtype=torch.float32,
         )
-        assert trainer.model is not None
         gather_units_once(trainer.model)
 
 
-def gather_units_once(model: torch.nn.Module) -> None:
+def gather_units_once(model: Any) -> None:
     """Let a model gather each of its FSDP units once before the first forward.
 
     If gradients are reduced in float32 and accumulated over micro-batches, torch raises an error
@@ -54,50 +52,84 @@ def gather_units_once(model: torch.nn.Module) -> None:
     @torch.compiler.disable
     def gather(root: torch.nn.Module, inputs: object) -> None:
         handle.remove()
-        for unit in root.modules():
-            if isinstance(unit, FSDPModule) and unit is not root:
+        for unit in units_of(root):
+            if unit is not root:
                 unit.unshard()
                 unit.reshard()
 
     handle = model.register_forward_pre_hook(gather)  # runs after FSDP2's own hook
 
 
-class PackingCheck(TrainerCallback):
-    """Refuses to train if the model's output for a packed row depends on the row before it.
+class ModelCheck(TrainerCallback):
+    """Refuses to train a model that would learn something else than its rows.
 
-    The check runs the loaded model twice on two short rows, with the attention that training uses.
-    Transformers keeps packed rows apart by their position ids. Some models silently ignore these
-    ids, like OPT, Mamba, and gpt-oss with eager attention.
+    The checks run the loaded model on short rows, as training does.
 
     Args:
-        collate: the trainer's data collator, which packs rows.
+        trainer: an SFTTrainer.
 
     Raises:
-        RecipeError: on every rank, if packed rows are not kept apart when training starts.
+        RecipeError: on every rank, when training starts.
     """
 
-    def __init__(self, collate: DataCollator) -> None:
-        self._collate = collate
+    def __init__(self, trainer: SFTTrainer) -> None:
+        self._trainer = trainer
 
     @torch.no_grad()
-    def on_train_begin(self, args: TrainingArguments, *_: object, **kwargs: Any) -> None:
-        """Pack the same row first behind one row and then behind another.
-
-        Compare its outputs in both packs. Collective.
-        """
+    def on_train_begin(self, args: Any, *_: object, **kwargs: Any) -> None:
+        """Check the loss, and whether packed rows are kept apart. Collective."""
+        trainer = self._trainer
         model = kwargs["model"].eval()
-        row = list(range(LENGTH))
-        other_row = list(range(1, LENGTH + 1))
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                # On CPUs, bitsandbytes would repack 4-bit weights, which could not train then.
+                module.support_avx512bf16_for_cpu = False
+        if trainer.padding_free:
+            self._check_packing(model)
+        is_nll = args.loss_type in ("nll", "chunked_nll") and not args.label_smoothing_factor
+        # Other losses cannot be told from the model's own.
+        if is_nll and not trainer.aux_loss_enabled and trainer.compute_loss_func is None:
+            self._check_loss(model)
+
+    def _collate(self, *rows: list[int]) -> dict[str, Any]:
+        batch = self._trainer.data_collator([{"input_ids": row, "labels": row} for row in rows])
+        return send_to_device(batch, self._trainer.args.device)
+
+    def _check_packing(self, model: PreTrainedModel) -> None:
+        """Pack the same row first behind one row and then behind another. Compare its outputs.
+
+        Transformers keeps packed rows apart by their position ids. Some models silently ignore
+        these ids, like OPT, Mamba, and gpt-oss with eager attention.
+        """
         outputs = []
-        for first in (row, other_row):
-            batch = self._collate([{"input_ids": ids, "labels": ids} for ids in (first, row)])
+        for first in (ROW, ROW[1:] + ROW[:1]):
+            batch = self._collate(first, ROW)
             del batch["labels"]
-            batch = send_to_device(batch, args.device)
-            outputs.append(model(**batch, use_cache=False).logits[0, LENGTH:].float())
+            outputs.append(model(**batch, use_cache=False).logits[0, len(ROW) :].float())
         if torch.dist(*outputs) > TOLERANCE * outputs[0].norm():
             attention = getattr(model.config, ATTENTION, None)
             raise RecipeError(
                 f"packing: with attn_implementation {attention}, {type(model).__name__} lets packed"
                 " rows see each other. Set packing: false, or an attn_implementation that keeps "
                 "them apart, such as flash_attention_2."
+            )
+
+    def _check_loss(self, model: PreTrainedModel) -> None:
+        """Compare SFTTrainer's loss with that of the model's own logits.
+
+        TRL multiplies the backbone's output by the head's weight, instead of calling the model. So
+        it leaves out what some models do besides, such as a transform in BERT's head.
+        """
+        batch = self._collate(ROW, ROW)
+        loss = self._trainer.compute_loss(model, dict(batch)).item()
+        metrics_of(self._trainer)["eval"].clear()
+        labels = batch.pop("labels")[:, 1:].flatten()
+        logits = model(**batch, use_cache=False).logits
+        own_loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels).item()
+        tolerance = max(LOSS_TOLERANCE, torch.finfo(logits.dtype).eps)
+        if abs(loss - own_loss) > tolerance * own_loss:
+            raise RecipeError(
+                f"SFTTrainer would train {type(model).__name__} with another loss than its own, "
+                f"{loss:.4f} instead of {own_loss:.4f} for the same rows. Use Trainer of "
+                "transformers in a script of your own."
             )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_recipes.upstream.patches import is_fsdp_requested
 from hf_fsdp_recipes.upstream.torch_internals import set_local_tensor
 
 if TYPE_CHECKING:
@@ -49,13 +50,13 @@ def sharded_optimizer(
     include the optimizer's state.
 
     Returns:
-        A value for Trainer's `optimizer_cls_and_kwargs`, or None if `args.optim` is not in
-        `BITSANDBYTES`.
+        A value for Trainer's `optimizer_cls_and_kwargs`. None without FSDP, or if `args.optim` is
+        not in `BITSANDBYTES`: Trainer then creates the optimizer itself.
 
     Raises:
         ImportError: bitsandbytes is not installed.
     """
-    if optimizer_name(args) not in BITSANDBYTES:
+    if not is_fsdp_requested() or optimizer_name(args) not in BITSANDBYTES:
         return None
     from transformers import Trainer
 
@@ -76,41 +77,28 @@ class _LocalStep:
     get_state_buffer: Callable[..., torch.Tensor]
 
     def init_state(self, group: object, p: torch.Tensor, *indices: int) -> None:
-        if not isinstance(p, DTensor):
-            return super().init_state(group, p, *indices)  # type: ignore[misc]
-        shard = p.to_local().detach()
+        shard = local_part(p)
         super().init_state(group, shard, *indices)  # type: ignore[misc]
         state = self.state.pop(shard)
         for name, value in state.items():
             if name.startswith("state"):  # as large as the parameter
-                state[name] = _to_sharded(value, p)
+                state[name] = to_sharded(value, p)
         self.state[p] = state
 
+    def prefetch_state(self, p: torch.Tensor) -> None:
+        """Do nothing. `update_step` prefetches the local tensors."""
+
     def update_step(self, group: object, p: torch.Tensor, *indices: int) -> None:
-        if not isinstance(p, DTensor):
-            return super().update_step(group, p, *indices)  # type: ignore[misc]
         state = self.state[p]
-        shard = p.to_local().detach()
+        shard = local_part(p).detach()  # so that its gradient is freed
         if not shard.numel():
             state["step"] += 1
             return
-        assert isinstance(p.grad, DTensor)
-        shard.grad = p.grad.to_local()
-        self.state[shard] = {
-            name: value.to_local() if isinstance(value, DTensor) else value
-            for name, value in state.items()
-        }
+        shard.grad = local_part(p.grad)
+        self.state[shard] = {name: local_part(value) for name, value in state.items()}
+        super().prefetch_state(shard)  # type: ignore[misc]
         super().update_step(group, shard, *indices)  # type: ignore[misc]
         state["step"] = self.state.pop(shard)["step"]
-
-    def prefetch_state(self, p: torch.Tensor) -> None:
-        if not isinstance(p, DTensor):
-            return super().prefetch_state(p)  # type: ignore[misc]
-        from hf_fsdp_recipes.upstream.bitsandbytes_internals import prefetch_tensor
-
-        for value in self.state[p].values():
-            if getattr(value, "is_paged", False):
-                prefetch_tensor(value.to_local())
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
         """Load the optimizer's state. If this is a paged optimizer, move it to paged memory."""
@@ -119,16 +107,23 @@ class _LocalStep:
             return
         for p, state in self.state.items():
             for name, value in state.items():
-                if isinstance(p, DTensor) and isinstance(value, DTensor):
-                    buffer = self.get_state_buffer(p.to_local(), dtype=value.dtype)
-                    buffer.copy_(value.to_local())
-                    state[name] = _to_sharded(buffer, p)
+                if isinstance(value, DTensor):
+                    buffer = self.get_state_buffer(local_part(p), dtype=value.dtype)
+                    buffer.copy_(local_part(value))
+                    state[name] = to_sharded(buffer, p)
 
 
-def _to_sharded(values: torch.Tensor, p: DTensor) -> DTensor:
-    """Return this rank's rows of a state as a DTensor that is sharded like the parameter."""
+@torch.no_grad()  # which makes `to_local` fast
+def local_part(value: Any) -> Any:
+    """Return this rank's rows of a DTensor, or any other value itself, without a copy."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def to_sharded(values: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a state as a DTensor if the parameter is one, sharded like it."""
     sharded = torch.empty_like(p, dtype=values.dtype, requires_grad=False)
-    assert isinstance(sharded, DTensor)
+    if not isinstance(sharded, DTensor):
+        return values
     set_local_tensor(sharded, values)
     # bitsandbytes marks its own tensors like this, and does not move marked ones to the device.
     sharded.is_paged = getattr(values, "is_paged", False)  # type: ignore[attr-defined]

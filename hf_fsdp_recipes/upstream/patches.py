@@ -59,13 +59,11 @@ class Patch:
         classes, _, attribute = self.name.rpartition(".")
         try:
             holder = pkgutil.resolve_name(f"{self.module}:{classes}")
+            original = getattr(holder, attribute)
         except (ImportError, AttributeError) as error:
             raise self._error(str(error)) from error
-        original = getattr(holder, attribute, None)
         if hasattr(original, MARK):
             return
-        if original is None:
-            raise self._error(f"{self.module} has no {self.name}")
         found = tuple(inspect.signature(original).parameters)[: len(self.parameters)]
         if found != self.parameters:
             raise self._error(f"{self.module}.{self.name} has the parameters {', '.join(found)}")
@@ -128,10 +126,18 @@ def _wrap_by_size(
     in_root = {base.get_input_embeddings(), base.get_output_embeddings()}
     in_root |= {child for child in base.base_model.children() if "Norm" in type(child).__name__}
     # PEFT's adapters for experts use their inner modules' weights without calling these modules.
-    adapters = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
     kept_whole = {
-        inner for adapter in adapters for child in adapter.children() for inner in child.modules()
+        inner
+        for adapter in model.modules()
+        if type(adapter).__name__ == "ParamWrapper"
+        for child in adapter.children()
+        for inner in child.modules()
     }
+    # Ranks may call different experts, so an expert, a module in a list in a list, is no unit.
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for outer in lists:
+        for nested in set(lists) & set(outer.modules()) - {outer}:
+            kept_whole.update(nested.modules())
     return lambda module: (
         not isinstance(module, nn.ModuleList | nn.ModuleDict)
         and module not in kept_whole

@@ -16,7 +16,7 @@ from torch.distributed._tools.mem_tracker import (
 from torch.distributed._tools.mem_tracker import (
     _MemRefType as MemoryKind,  # the kinds of memory that it tells apart
 )
-from torch.distributed._tools.mod_tracker import ModTracker  # knows which module runs
+from torch.distributed._tools.mod_tracker import ModTracker  # its hooks measure each module
 from torch.testing._internal.distributed.fake_pg import FakeStore  # ranks that do not exist
 from transformers import masking_utils  # decides which masks attention needs
 from transformers.integrations import moe  # multiplies with the weights of experts
@@ -31,5 +31,3 @@ NEEDS_NO_MASK = "_ignore_causal_mask_sdpa"
 MULTIPLY_GROUPS = "_grouped_mm"
 # Functions of `chunked_logprob` that are Triton kernels on GPUs, where they work in place.
 TILES = ("_forward_tile", "_backward_tile", "_addmm_fp32")
-# The attribute of a MemTracker that knows the modules. Statistics of each would take minutes.
-MODULE_TRACKER = "_mod_tracker"

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
@@ -35,6 +36,11 @@ GET_OUTPUT_DIR = "_get_output_dir"  # a trainer's: returns the directory of a ru
 PUSH_CHECKPOINT = "_push_from_checkpoint"  # uploads a checkpoint if `hub_strategy` says so
 
 
+def metrics_of(trainer: Any) -> dict[str, dict]:
+    """Return the metrics that TRL's trainers have not logged yet, by "train" and "eval"."""
+    return trainer._metrics
+
+
 def get_builder(model_class: type[PreTrainedModel]) -> Callable[..., PreTrainedModel]:
     """Return the method that builds a model. Only auto classes have a public one."""
     return model_class._from_config
@@ -65,12 +71,20 @@ def new_value(model: PreTrainedModel, name: str) -> torch.Tensor:
 
 
 def keep_present_units(model: PreTrainedModel) -> None:
-    """Let a model's FSDP units be only classes that it has. Accelerate refuses any others."""
+    """Let a model's FSDP units be only classes that it has. Accelerate refuses any others.
+
+    A unit must not hold the embeddings either, because Accelerate shards them again.
+    """
     name = "_no_split_modules"
     is_read = reads("accelerate", FullyShardedDataParallelPlugin.set_auto_wrap_policy, name)
     check(is_read, "accelerate", name, "models of from_pretrained work without it")
-    present = {type(module).__name__ for module in model.modules()}
-    model._no_split_modules = present & set(model._no_split_modules or ())
+    wanted = set(model._no_split_modules or ())
+    embeddings = model.get_input_embeddings()
+    model._no_split_modules = {
+        type(module).__name__
+        for module in model.modules()
+        if type(module).__name__ in wanted and embeddings not in set(module.modules())
+    }
 
 
 def set_conversions(model: PreTrainedModel, conversions: list | None) -> None:

@@ -4,11 +4,20 @@ Sharded optimizers of bitsandbytes train like unsharded ones.
 """
 
 import json
+from importlib.metadata import version
 
 import pytest
 import torch
-from transformers import OPTConfig, OPTForCausalLM
+from packaging.version import Version
+from transformers import (
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    TrainingArguments,
+)
 
+from hf_fsdp_recipes import sharded_optimizer
 from tests.conftest import make_tokenizer
 from tests.ranks.harness import (
     FSDP2,
@@ -48,6 +57,28 @@ def test_packing_is_refused_where_packed_rows_would_see_each_other(opt, text_fil
     argv, environment = write_recipe(tmp_path / "recipe.yaml", values), template_environment(CPU)
     errors = run_ranks(_error_of, 2, argv, environment=environment)
     assert errors[0] == errors[1] and "OPTForCausalLM lets packed rows see each other" in errors[0]
+
+
+def test_a_model_that_sft_trainer_would_train_with_another_loss_is_refused(text_file, tmp_path):
+    if Version(version("trl")) < Version("1.16"):
+        pytest.skip("older versions of TRL call the model")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1}
+    config = ModernBertDecoderConfig(
+        vocab_size=307, num_attention_heads=4, sep_token_id=2, **sizes, **special
+    )
+    ModernBertDecoderForCausalLM(config).save_pretrained(tmp_path / "model")
+    make_tokenizer(tmp_path / "model")
+    values = SETTINGS | {
+        "model_name_or_path": tmp_path / "model",
+        "dataset_name": text_file,
+        "output_dir": tmp_path / "run",
+    }
+    argv, environment = write_recipe(tmp_path / "recipe.yaml", values), template_environment(CPU)
+    errors = run_ranks(_error_of, 2, argv, environment=environment)
+    assert errors[0] == errors[1]
+    assert "train ModernBertDecoderForCausalLM with another loss than its own" in errors[0]
 
 
 @pytest.mark.parametrize("is_lora", [False, True])
@@ -127,3 +158,10 @@ def test_bitsandbytes_trains_and_resumes_exactly(optimizer, tiny_model, text_fil
     (tmp_path / "run" / "checkpoint-4").rename(tmp_path / "later")
     assert train(resume=True) == whole
     assert json.loads((tmp_path / "later" / "manifest.json").read_text())["step"] == 4
+
+
+@pytest.mark.parametrize("is_requested", ["true", "false"])
+def test_without_fsdp_trainer_creates_the_optimizer_itself(is_requested, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", is_requested)
+    args = TrainingArguments("out", optim="paged_adamw_32bit", use_cpu=True, report_to="none")
+    assert (sharded_optimizer(args) is not None) == (is_requested == "true")
