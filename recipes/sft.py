@@ -109,6 +109,7 @@ def build_model(arguments: Arguments) -> "PreTrainedModel":
     from trl import get_quantization_config
 
     from hf_fsdp_recipes import load_model
+    from hf_fsdp_recipes.loading.load_model import find_class
 
     model = arguments.model
     training = arguments.training
@@ -129,9 +130,7 @@ def build_model(arguments: Arguments) -> "PreTrainedModel":
     config = distributed.run_on_main(
         lambda: transformers.AutoConfig.from_pretrained(model.model_name_or_path, **source)
     )
-    # As in TRL, the model's class is the one that the checkpoint's config names.
-    class_name = config.architectures[0] if config.architectures else ""
-    auto_class = getattr(transformers, class_name, transformers.AutoModelForCausalLM)
+    auto_class = find_class(config)
     quantization = get_quantization_config(model)
     if quantization:
         options["quantization_config"] = quantization
@@ -144,6 +143,7 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
 
     from hf_fsdp_recipes import MetricsCallback, sharded_optimizer
     from hf_fsdp_recipes.training.adjustments import adjust
+    from hf_fsdp_recipes.training.labels import check_labels
 
     training = arguments.training
     tokenizer = load_tokenizer(arguments)
@@ -172,6 +172,10 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
     trainer.callback_handler.callbacks.sort(
         key=lambda callback: not isinstance(callback, MetricsCallback)
     )
+    if not training.dataset_kwargs:  # with skip_prepare_dataset, rows may have no labels yet
+        check_labels("training", train, trainer.train_dataset, training)
+        if trainer.eval_dataset is not None:
+            check_labels("evaluation", evaluation, trainer.eval_dataset, training)
     adjust(trainer, arguments.is_streamed)
     return trainer
 

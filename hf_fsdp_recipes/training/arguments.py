@@ -149,13 +149,12 @@ def read_recipe(file: Path) -> dict[str, object]:
     try:
         text = file.read_text()
         recipe = yaml.safe_load(text)
+        node = yaml.compose(text, yaml.SafeLoader)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise RecipeError(f"the recipe {file} cannot be read: {reason}") from error
-    if not isinstance(recipe, dict):
+    if not isinstance(node, yaml.MappingNode):
         raise RecipeError(f"the recipe {file} is no list of `name: value` lines.")
-    node = yaml.compose(text, yaml.SafeLoader)
-    assert isinstance(node, yaml.MappingNode)
     names = [key.value for key, _ in node.value]
     for name in recipe:
         if names.count(name) > 1:  # YAML would use the last value

@@ -77,8 +77,8 @@ def _check_training(training: "SFTConfig") -> Iterator[str]:
             f"gradient_accumulation_steps is {training.gradient_accumulation_steps}. "
             "Set it to at least 1."
         )
-    if length is not None and length < 1:
-        yield f"max_length is {length}. Set it to at least 1."
+    if length is not None and length < 2:
+        yield f"max_length is {length}. Set it to at least 2, a token and the next one."
     if training.max_steps == 0:
         yield "max_steps is 0, which Trainer ignores. Remove it, or set it to at least 1."
     if training.max_steps < 0 and training.num_train_epochs <= 0:

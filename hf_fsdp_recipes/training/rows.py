@@ -6,6 +6,9 @@ They come from the Hub, a folder, a file or a mixture.
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
 
 from hf_fsdp_recipes.errors import RecipeError, describe
@@ -22,12 +25,13 @@ BUILDERS = {
     ".parquet": "parquet",
     ".txt": "text",
 }
-# TRL's columns, in addition to dataset_text_field.
-COLUMNS = (
-    "messages",
-    "conversations",
-    "prompt",
-    "input_ids",
+# Columns of texts, in addition to dataset_text_field. The first that are all there are used.
+TEXTS = (
+    ("instruction", "output"),
+    ("input_ids",),
+    ("prompt", "completion"),
+    ("messages",),
+    ("conversations",),
 )
 # Source: stanford_alpaca, https://github.com/tatsu-lab/stanford_alpaca (Apache-2.0).
 ALPACA = (
@@ -72,16 +76,48 @@ def read_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
         parts = train.train_test_split(percentage / 100, seed=training.seed)
         train = parts["train"]
         evaluation = parts["test"]
+    _check_texts(train, name, training.dataset_text_field)
     train = to_trl_format(train, arguments.recipe.prompt_format)
     if evaluation is not None:
+        if training.eval_strategy != "no":
+            _check_texts(evaluation, name, training.dataset_text_field)
         evaluation = to_trl_format(evaluation, arguments.recipe.prompt_format)
-    columns = _columns(train)
-    known = (*COLUMNS, training.dataset_text_field)
-    if not set(columns) & set(known):
-        raise RecipeError(
-            f"{name} has the columns {', '.join(columns)}. One of {', '.join(known)} is needed."
-        )
     return train, evaluation
+
+
+def _check_texts(rows: Rows, name: str, text_column: str) -> None:
+    """Refuse unknown columns, images, and a dataset in which texts are missing."""
+    columns = columns_of(rows)
+    known = (*TEXTS, (text_column,))
+    used = [names for names in known if set(names) <= set(columns)]
+    if not used:
+        choices = "; ".join(map(" and ".join, known))
+        raise RecipeError(
+            f"{name} has the columns {', '.join(columns)}. One of these is needed: {choices}."
+        )
+    if {"image", "images"} & set(columns):
+        raise RecipeError(f"{name} has images, but recipes train on text. Remove their column.")
+    for column in used[0] if isinstance(rows, Dataset) else ():
+        gaps = find_gaps(rows.with_format("arrow")[column][:])
+        if gaps:
+            raise RecipeError(
+                f"{name}: column {column} lacks its text in {len(set(gaps))} rows, first in row "
+                f"{min(gaps) + 1}. Fill the gaps, or remove these rows."
+            )
+
+
+def find_gaps(values: pa.ChunkedArray) -> list[int]:
+    """Return the indices of rows that are null, or whose conversation lacks messages or contents.
+
+    Contents may be null in messages that have more than a role and a content, like tool calls.
+    """
+    gaps = np.flatnonzero(values.is_null()).tolist()
+    fields = pc.list_flatten(values).flatten() if pa.types.is_list(values.type) else ()
+    if len(fields) == 2:
+        gaps += np.flatnonzero(np.equal(pc.list_value_length(values), 0)).tolist()
+        for field in fields:
+            gaps += pc.list_parent_indices(values).filter(field.is_null()).to_pylist()
+    return gaps
 
 
 def _load(arguments: Arguments) -> DatasetDict | IterableDatasetDict:
@@ -110,7 +146,8 @@ def _load(arguments: Arguments) -> DatasetDict | IterableDatasetDict:
     )
 
 
-def _columns(rows: Rows) -> list[str]:
+def columns_of(rows: Rows) -> list[str]:
+    """Return the names of the columns. For some streams, read the first row."""
     return list(rows.features or next(iter(rows)))
 
 
@@ -119,7 +156,7 @@ def to_trl_format(rows: Rows, prompt_format: str) -> Rows:
 
     Other rows are already in one of TRL's formats.
     """
-    columns = _columns(rows)
+    columns = columns_of(rows)
     if "instruction" not in columns or "output" not in columns:
         return rows
     to_prompt = to_alpaca if prompt_format == "alpaca" else to_chat

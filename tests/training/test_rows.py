@@ -17,7 +17,7 @@ ROW = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
 PREFACE = "Below is an instruction that describes a task"
 
 
-def _arguments(name, split="train", streamed=False, num_ranks=1, **recipe):
+def _arguments(name, split="train", streamed=False, num_ranks=1, eval_strategy="no", **recipe):
     script = {
         "dataset_name": str(name),
         "dataset_config": "of another dataset",
@@ -26,7 +26,9 @@ def _arguments(name, split="train", streamed=False, num_ranks=1, **recipe):
     return SimpleNamespace(
         script=SimpleNamespace(**script, dataset_train_split=split, dataset_test_split="test"),
         mixture=SimpleNamespace(datasets=None),
-        training=SimpleNamespace(seed=0, world_size=num_ranks, dataset_text_field="text"),
+        training=SimpleNamespace(
+            seed=0, world_size=num_ranks, dataset_text_field="text", eval_strategy=eval_strategy
+        ),
         recipe=RecipeArguments(**recipe),
         is_streamed=streamed,
     )
@@ -102,7 +104,8 @@ def test_rows_are_held_out_if_there_is_no_test_split(tmp_path):
     [
         (None, {}, "there is no such file or folder"),
         ("{", {}, "cannot be read"),
-        ('{"q": "a"}\n', {}, "has the columns q. One of messages, .*text is needed"),
+        ('{"q": "a"}\n', {}, "has the columns q. One of these is .*: instruction and output; "),
+        ('{"text": "a", "image": null}\n', {}, "has images, but recipes train on text"),
         ("", {}, "cannot be read|0 rows"),
         ('{"text": "a"}\n', {"num_ranks": 2}, "1 rows for 2 ranks"),
         ('{"text": "a"}\n', {"split": "validation"}, None),
@@ -118,3 +121,60 @@ def test_rows_that_cannot_be_read_are_one_sentence(content, changes, says, tmp_p
     with pytest.raises(RecipeError, match=says) as error:
         read_rows(_arguments(file, **changes))
     assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+MESSAGE = {"role": "user", "content": "a"}
+GOOD = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+CALL = {"role": "assistant", "content": None, "tool_calls": "f()"}
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "column"),
+    [
+        ({"text": "a"}, {"text": None}, "text"),
+        ({"input_ids": [1, 2]}, {"input_ids": None}, "input_ids"),
+        ({"prompt": "a", "completion": "b"}, {"prompt": None, "completion": "b"}, "prompt"),
+        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}, "completion"),
+        (ROW, ROW | {"instruction": None}, "instruction"),
+        (ROW, ROW | {"output": None}, "output"),
+        ({"messages": GOOD}, {"messages": None}, "messages"),
+        ({"messages": GOOD}, {"messages": []}, "messages"),
+        ({"messages": GOOD}, {"messages": [*GOOD, MESSAGE | {"content": None}]}, "messages"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}]},
+            {"conversations": [{"from": "human", "value": None}]},
+            "conversations",
+        ),
+    ],
+)
+def test_a_row_without_its_text_is_refused_with_its_number(good, bad, column, tmp_path):
+    """Without the check, TRL's error would not name the row, or the text "None" be trained on."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in (good, good, bad, good, bad)))
+    says = f"rows.jsonl: column {column} lacks its text in 2 rows, first in row 3"
+    with pytest.raises(RecipeError, match=says):
+        read_rows(_arguments(file))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": ""},
+        {"input_ids": []},
+        ROW | {"input": None},
+        {"messages": [*GOOD, CALL]},
+        {"messages": GOOD, "text": None},
+    ],
+)
+def test_rows_that_trl_can_train_on_are_not_refused(row, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    assert len(read_rows(_arguments(file))[0]) == 1
+
+
+def test_rows_for_evaluation_are_checked_only_if_they_are_used(tmp_path):
+    (tmp_path / "train.jsonl").write_text(json.dumps(ROW) + "\n")
+    (tmp_path / "test.jsonl").write_text(json.dumps(ROW | {"output": None}) + "\n")
+    assert len(read_rows(_arguments(tmp_path))[1]) == 1
+    with pytest.raises(RecipeError, match="output lacks its text in 1 rows"):
+        read_rows(_arguments(tmp_path, eval_strategy="steps"))
