@@ -126,7 +126,7 @@ def train(options: argparse.Namespace, model: Path, kill_after: int | None = Non
     from hf_fsdp_recipes.tools.launch import run_recipe
 
     output = Path(options.output_dir)
-    log = output / "quickstart.log"
+    log = output / ("quickstart.log" if kill_after is None else "quickstart_killed.log")
     shown = max(logged_losses(output), default=0)
 
     def show_progress() -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from accelerate import PartialState, init_empty_weights
 from accelerate.utils import parse_flag_from_env
 from huggingface_hub import snapshot_download
@@ -113,7 +114,13 @@ def prepare_model(
     """Return a model of placeholders, with a loader of its weights. Collective."""
     requested_dtype = kwargs.pop("dtype", "auto")
     quantization_config = kwargs.pop("quantization_config", None)
-    found = describe_model(name_or_path, kwargs)
+    if kwargs.get("trust_remote_code"):
+        # The classes in a model's own code cannot be sent. Rank 0 downloads for all ranks.
+        distributed.run_on_main(lambda: find_directory(name_or_path, kwargs))
+        with distributed.agreed():
+            found = describe_model(name_or_path, kwargs)
+    else:
+        found = distributed.run_on_main(lambda: describe_model(name_or_path, kwargs))
     checkpoint = Checkpoint(found.directory, take_quantizer(found.config))
     dtype = distributed.run_on_main(
         lambda: resolve_dtype(requested_dtype, found.config, checkpoint)
@@ -123,13 +130,11 @@ def prepare_model(
         model.generation_config = found.generation_config
     entries, conversions = distributed.run_on_main(lambda: checkpoint.plan(model))
     set_conversions(model, conversions)
-    packed_dtype = None
     if quantization_config is not None:
         pack_weights(model, quantization_config, dtype)
-        packed_dtype = dtype
     insert_placeholders(model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    Loader(model, checkpoint, entries, packed_dtype, shapes, is_direct).attach()
+    Loader(model, checkpoint, entries, dtype, shapes, is_direct).attach()
     return model
 
 
@@ -143,29 +148,14 @@ def check_fsdp_version() -> None:
 
 
 def describe_model(name_or_path: str, kwargs: Arguments) -> Description:
-    """Return the description of a model in a directory or on the Hub. Collective.
-
-    Rank 0 reads the files for all ranks. With `trust_remote_code`, each rank reads them, because
-    their classes cannot be sent.
-    """
-
-    def describe() -> Description:
-        directory = find_directory(name_or_path, kwargs)
-        generation_config = None
-        if (directory / "generation_config.json").is_file():
-            generation_config = GenerationConfig.from_pretrained(directory)
-        config, building_arguments = read_config(directory, kwargs)
-        return Description(directory, config, building_arguments, generation_config)
-
-    if kwargs.get("trust_remote_code"):
-        # Rank 0 downloads for all ranks.
-        distributed.run_on_main(lambda: find_directory(name_or_path, kwargs))
-        with distributed.agreed():
-            description = describe()
-    else:
-        description = distributed.run_on_main(describe)
-    description.config.name_or_path = name_or_path
-    return description
+    """Return the description of a model in a directory or on the Hub. Reads its files."""
+    directory = find_directory(name_or_path, kwargs)
+    generation_config = None
+    if (directory / "generation_config.json").is_file():
+        generation_config = GenerationConfig.from_pretrained(directory)
+    config, building_arguments = read_config(directory, kwargs)
+    config.name_or_path = name_or_path
+    return Description(directory, config, building_arguments, generation_config)
 
 
 def find_directory(name_or_path: str, kwargs: Arguments) -> Path:
@@ -229,12 +219,18 @@ def resolve_dtype(
     """Return the dtype that `from_pretrained` would choose for the model."""
     if dtype in (None, "auto"):
         return getattr(config, "dtype", None) or checkpoint.first_dtype()
-    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    resolved = getattr(torch, str(dtype), dtype)
     if not isinstance(resolved, torch.dtype):
         raise LoadError(
             f"dtype is {dtype!r}. Use auto, float32, bfloat16, float16 or a torch.dtype."
         )
     return resolved
+
+
+def find_class(config: PreTrainedConfig) -> Any:
+    """Return the model class that a config names, as TRL does, or else AutoModelForCausalLM."""
+    name = (config.architectures or [""])[0]
+    return getattr(transformers, name, AutoModelForCausalLM)
 
 
 def build_on_meta(
@@ -247,7 +243,6 @@ def build_on_meta(
     build = getattr(auto_class, "from_config", None)
     if build is None:  # `auto_class` is one model's class, which takes no trust_remote_code
         build = get_builder(auto_class)
-        kwargs = kwargs.copy()
         kwargs.pop("trust_remote_code", None)
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():

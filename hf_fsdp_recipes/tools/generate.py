@@ -39,14 +39,13 @@ def complete(
         )
     from transformers import logging, pipeline
 
-    logging.set_verbosity_error()
+    # The pipeline would warn of image-text classes, which generate from text alone, too.
+    logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     inputs = [[{"role": "user", "content": prompt}] if is_chat else prompt for prompt in prompts]
     try:
         # Upstream's annotations know either chats or texts, and the chats only of other types.
-        generator: Any = pipeline("text-generation", str(model), batch_size=len(prompts))
-        tokenizer = generator.tokenizer
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        generator: Any = pipeline("text-generation", str(model))
         outputs = generator(
             inputs,
             max_new_tokens=max_new_tokens,

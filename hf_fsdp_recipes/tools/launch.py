@@ -44,8 +44,8 @@ CPU_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "1048576",
 }
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)", re.MULTILINE)
-# Words of the launcher's summary, and of ranks that lost another rank.
-NOT_THE_CAUSE = ("ChildFailedError", "by peer")
+# Words of the launchers' summaries, and of ranks that lost another rank.
+NOT_THE_CAUSE = ("ChildFailedError", "CalledProcessError", "by peer")
 # Options of the launcher that replace a template's values for GPUs.
 ON_CPU = [
     "--num_machines=1",
@@ -65,26 +65,19 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
     `--learning_rate 1e-4`, can follow in any order. The fields are those of TRL's SFTConfig,
     ScriptArguments and ModelConfig, and those in docs/recipes.md.
     """
-    recipe = ["--config", str(find_file("recipe", config))] if config else []
-    launch(find_file("template", accelerate_config), recipe + context.args)
-
-
-def launch(template: Path, arguments: Sequence[str]) -> None:
-    """Run the recipe script on all ranks and wait.
-
-    Exit with status 1 if a rank fails or a signal stops the run.
-    """
     from accelerate.utils import parse_flag_from_env
 
     from hf_fsdp_recipes.upstream.accelerate_internals import launch_command
     from hf_fsdp_recipes.upstream.patches import HIDDEN_DEVICES
     from hf_fsdp_recipes.upstream.torch_internals import ChildFailedError, SignalException
 
+    recipe = ["--config", str(find_file("recipe", config))] if config else []
+    template = find_file("template", accelerate_config)
     os.environ.update(PREEMPTION | os.environ)
     if read_yaml(template).get("use_cpu") or parse_flag_from_env("ACCELERATE_USE_CPU"):
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
     try:
-        launch_command(parse_launch(template, arguments))
+        launch_command(parse_launch(template, recipe + context.args))
     except (TypeError, ValueError) as error:
         raise ToolError(
             f"accelerate launch refuses {template} or an option: {describe(error)}. "
@@ -110,8 +103,8 @@ def parse_launch(template: Path, arguments: Sequence[str]) -> Namespace:
         if action.dest not in SHARED_OPTIONS
         for name in action.option_strings
     }
-    for_launcher: list[str] = []
-    for_script: list[str] = []
+    for_launcher = ["--config_file", str(template)]
+    for_script = [str(shipped_directory("recipe") / "sft.py")]
     target = for_script
     for argument in arguments:
         name = argument.partition("=")[0]
@@ -120,8 +113,7 @@ def parse_launch(template: Path, arguments: Sequence[str]) -> Namespace:
         elif name.startswith("--"):
             target = for_script
         target.append(argument)
-    script = str(shipped_directory("recipe") / "sft.py")
-    return parser.parse_args(["--config_file", str(template), *for_launcher, script, *for_script])
+    return parser.parse_args(for_launcher + for_script)
 
 
 def run_recipe(
@@ -134,9 +126,9 @@ def run_recipe(
 ) -> int | None:
     """Run `hf-fsdp sft` until it ends, `is_done()` is true, or the time limit is reached.
 
-    Then kill what still runs. The command's output is appended to `log`. With `on_cpu`, the
-    template's sharding runs on CPU ranks of this machine. Returns the exit status, or None if the
-    command was still running.
+    Then kill what still runs. `log` gets the command's output. With `on_cpu`, the template's
+    sharding runs on CPU ranks of this machine, as do later commands. Returns the exit status, or
+    None if the command was still running.
     """
     command = [
         sys.executable,
@@ -147,19 +139,18 @@ def run_recipe(
         str(template),
         "--main_process_port=0",
     ]
-    environment = dict(os.environ)
     if on_cpu:
         command += ON_CPU + FLOAT32
-        environment["ACCELERATE_USE_CPU"] = "true"
-    signal.signal(signal.SIGTERM, _exit)  # then `finally` kills the ranks, too
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    # Then `finally` kills the ranks, too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     deadline = monotonic() + limit_seconds
-    with log.open("a") as output:
-        process = subprocess.Popen(
+    with log.open("w") as output:
+        process = psutil.Popen(
             [*command, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=environment,
         )
     try:
         while process.poll() is None and monotonic() < deadline and not is_done():
@@ -169,21 +160,16 @@ def run_recipe(
         kill_tree(process)
 
 
-def _exit(signal_number: int, frame: object) -> None:
-    sys.exit(128 + signal_number)
-
-
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
+def kill_tree(launcher: psutil.Popen) -> None:
     """Kill the launcher and its ranks.
 
     Each rank is killed on its own, because torchrun starts them in separate sessions.
     """
     with suppress(psutil.NoSuchProcess):
-        launcher = psutil.Process(process.pid)
         for member in [launcher, *launcher.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
                 member.kill()
-    process.wait()
+    launcher.wait()
 
 
 def find_error(log: str) -> str:

@@ -3,25 +3,20 @@
 The model is a tiny one of the same architecture.
 """
 
-import copy
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Optional
 
 from typer import Context, Option
 
 from hf_fsdp_recipes.errors import ToolError, describe
-from hf_fsdp_recipes.tools.files import find_file, read_yaml
+from hf_fsdp_recipes.tools.files import TemplateOption, find_file, read_yaml
 from hf_fsdp_recipes.tools.launch import FLOAT32, find_error, run_recipe
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-NUM_ROWS = 64
+NUM_ROWS = 256
 SAVE_STEPS = 2
 LIMIT_SECONDS = 600
 WITHOUT_GPU = ["--use_cpu=true", *FLOAT32, "--validation_split_percentage=0"]
@@ -34,29 +29,28 @@ SHORT = (
     "--load_best_model_at_end false --dataset_streaming false --disable_tqdm true "
     "--resume_from_checkpoint auto"
 ).split()
-# Sizes of the tiny model, with names from configs of Llama, GPT-2 and mixtures of experts.
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "head_dim": 16,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "moe_intermediate_size": 64,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
+# The two runs that are compared. Their rows come in one order, and nothing in them is random. In
+# the first step, only one of LoRA's two matrices changes, so there are two steps.
+COMPARED = (
+    "--max_steps 2 --save_steps 1 --optim sgd --lr_scheduler_type constant --learning_rate 0.3 "
+    "--per_device_train_batch_size 2 --train_sampling_strategy sequential --export true "
+    "--export_dtype float32 --merge_adapter false --average_tokens_across_devices true "
+    "--neftune_noise_alpha 0"
+)
+# Options of the launcher. The tiny model is smaller than one FSDP unit of a real one. The sizes of
+# replicas count only with hybrid sharding.
+SMALL = [
+    "--fsdp_min_num_params=5000",
+    "--parallelism_config_dp_replicate_size=2",
+    "--parallelism_config_dp_shard_size=2",
+]
+TOLERANCE = 1e-3  # of a relative error
 
 
 def rehearse(
     context: Context,
     config: Annotated[str, Option("--config", help="Recipe: a name or a file.")],
-    accelerate_config: Annotated[
-        str, Option("--accelerate_config", help="Template for the sharding.")
-    ] = "cpu",
+    accelerate_config: TemplateOption = "cpu",
     directory: Annotated[Optional[Path], Option(help="Keep the files in this directory.")] = None,
 ) -> None:
     """Will my recipe run to the end? Try all of it with a tiny model on CPU ranks.
@@ -69,7 +63,6 @@ def rehearse(
 
     with tempfile.TemporaryDirectory(prefix="hf-fsdp-rehearsal-") as temporary:
         directory = directory or Path(temporary)
-        directory.mkdir(parents=True, exist_ok=True)
         run = directory / "run"
         if run.exists():
             raise ToolError(
@@ -88,6 +81,7 @@ def rehearse(
         for export in sorted(run.glob("export*")):
             [text] = complete(export, ["The"], max_new_tokens=8)
             print(f"generate with {export.name}: {text!r}", flush=True)
+        compare(template, arguments, directory)
         print(
             f"{Path(config).stem} with {template.stem}: loaded, killed, resumed, exported and "
             "generated"
@@ -97,19 +91,20 @@ def rehearse(
 def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> list[str]:
     """Write a tiny model and rows for a recipe. Return arguments for sft.py.
 
-    The model and the recipe's tokenizer go to model/, the first rows to rows.jsonl. `fields` are
-    arguments that override the recipe's. Raises a RecipeError for wrong arguments and unreadable
-    files.
+    The model and the recipe's tokenizer go to model/, the first rows to rows.jsonl, repeated
+    if they are few. `fields` are arguments that override the recipe's. Raises a RecipeError.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+    from transformers import AutoTokenizer, logging
 
+    from hf_fsdp_recipes.loading.load_model import find_class
     from hf_fsdp_recipes.tools.plan.job import find_config
+    from hf_fsdp_recipes.tools.tiny_model import shrink
     from hf_fsdp_recipes.training.arguments import parse_arguments
     from hf_fsdp_recipes.training.rows import read_rows
 
     logging.disable_progress_bar()
     options = ["--config", str(file), *fields, *WITHOUT_GPU]
-    arguments = parse_arguments([*options, "--dataset_streaming", "true"])
+    arguments = parse_arguments([*options, "--dataset_streaming=true"])
     name = arguments.recipe.config_name or arguments.model.model_name_or_path
     if name is None:
         raise ToolError(
@@ -125,10 +120,11 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
         ) from error
     model = directory / "model"
     config = shrink(find_config(name), len(tokenizer))
-    AutoModelForCausalLM.from_config(config, dtype="float32").save_pretrained(model)
+    model_class = find_class(config)
+    getattr(model_class, "from_config", model_class)(config).save_pretrained(model)
     tokenizer.save_pretrained(model)
     rows, _ = read_rows(arguments)
-    lines = [json.dumps(row, default=str) + "\n" for row in islice(rows, NUM_ROWS)]
+    lines = [json.dumps(row, default=str) + "\n" for row in islice(cycle(rows), NUM_ROWS)]
     data = directory / "rows.jsonl"
     data.write_text("".join(lines))
     return [
@@ -140,35 +136,8 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
         f"--dataset_name={data}",
         f"--output_dir={directory / 'run'}",
         *SHORT,
+        *["--lora_dropout=0"] * arguments.model.use_peft,  # refused without use_peft
     ]
-
-
-def shrink(config: "PreTrainedConfig", num_tokens: int) -> "PreTrainedConfig":
-    """Return a tiny config of the same class.
-
-    Tied weights stay tied. Of several kinds of layers, two kinds are kept.
-    """
-    tiny = copy.deepcopy(config)
-    sizes = SIZES | {"vocab_size": num_tokens}
-    num_groups = getattr(tiny, "num_key_value_heads", None)
-    if num_groups:
-        num_heads = getattr(tiny, "num_attention_heads", 4)
-        sizes["num_key_value_heads"] = max(
-            1, sizes["num_attention_heads"] * num_groups // num_heads
-        )
-    for name, size in sizes.items():
-        if isinstance(getattr(tiny, name, None), int):
-            with suppress(AttributeError):  # the field is computed from others
-                setattr(tiny, name, size)
-    # Each has one entry per layer. Keep different kinds.
-    for name in ("layer_types", "mlp_layer_types"):
-        kinds = getattr(tiny, name, None)
-        if isinstance(kinds, list):
-            different_first = [*dict.fromkeys(kinds), *kinds]
-            setattr(tiny, name, different_first[: SIZES["num_hidden_layers"]])
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(tiny, name, None)
-    return tiny
 
 
 def ranks_of(template: Path) -> list[str]:
@@ -176,16 +145,55 @@ def ranks_of(template: Path) -> list[str]:
 
     It has two ranks or, with hybrid sharding, two replicas of two ranks each.
     """
-    # The tiny model is smaller than one FSDP unit of a real one.
-    units = "--fsdp_min_num_params=5000"
-    if "parallelism_config" not in read_yaml(template):
-        return [units, "--num_processes=2"]
-    return [
-        units,
-        "--num_processes=4",
-        "--parallelism_config_dp_replicate_size=2",
-        "--parallelism_config_dp_shard_size=2",
+    num_ranks = 4 if "parallelism_config" in read_yaml(template) else 2
+    return [f"--num_processes={num_ranks}", *SMALL]
+
+
+def compare(template: Path, arguments: Sequence[str], directory: Path) -> None:
+    """Train two steps on ranks and in one process without FSDP, and compare the changes.
+
+    The micro-batches of all ranks are the process's accumulation steps. Raises a ToolError if a
+    weight changes differently.
+    """
+    num_ranks = "4" if "--num_processes=4" in arguments else "2"
+    options = [*arguments, *COMPARED.split()]
+    train(template, [*options, f"--output_dir={directory}/ranks"], directory)
+    options += ["--num_processes=1", "--gradient_accumulation_steps", num_ranks]
+    try:
+        train(find_file("template", "ddp"), [*options, f"--output_dir={directory}/one"], directory)
+    except ToolError as error:
+        return print(f"note: not compared with one process, which fails: {error}")
+    errors = find_errors(directory)
+    worst = max(errors, key=errors.__getitem__)
+    found = f"(relative error {errors[worst]:.1g})"
+    if errors[worst] > TOLERANCE:
+        raise ToolError(
+            f"{worst} is trained differently on ranks than in one process {found}. Do not train "
+            "this combination; report it with the recipe."
+        )
+    print(f"{num_ranks} ranks change all {len(errors)} weights as one process does {found}")
+
+
+def find_errors(directory: Path) -> dict[str, float]:
+    """Return how far each weight is from that of one process, relative to its change there.
+
+    What may be rounding is added to the change. Values that are no numbers are infinitely far.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    runs = [
+        load_file(next(directory.glob(f"{run}/*.safetensors")))
+        for run in ("one/checkpoint-1", "one/export", "ranks/export")
     ]
+    errors = {}
+    for name, start in runs[0].items():
+        expected = runs[1][name]
+        rounding = 4000 * torch.finfo(start.dtype).eps * start.norm()
+        change = (expected - start).norm() + rounding + 1e-3
+        error = (runs[2][name] - expected).norm() / change
+        errors[name] = float(error.nan_to_num(torch.inf))
+    return errors
 
 
 def train(
@@ -199,7 +207,6 @@ def train(
     If the run fails, raise ToolError.
     """
     log = directory / "log.txt"
-    log.unlink(missing_ok=True)
     status = run_recipe(template, arguments, log, is_done, LIMIT_SECONDS, on_cpu=True)
     text = log.read_text(errors="replace")
     if status != 0 and not is_done():
