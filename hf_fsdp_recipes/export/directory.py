@@ -3,17 +3,18 @@
 It has a temporary name until all files are written. Then it gets the first free name.
 """
 
-import copy
 import json
 import os
-import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
-from typing import Protocol, cast
+from shutil import rmtree
+from typing import Any, cast
 
 import torch
 from huggingface_hub import StateDictSplit
 from peft import PeftModel
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from hf_fsdp_recipes import distributed
@@ -22,17 +23,15 @@ from hf_fsdp_recipes.export.files import PathLike
 from hf_fsdp_recipes.upstream.transformers_internals import custom_object_save
 
 
-class Processor(Protocol):
-    """A tokenizer, a feature extractor or another processor that is saved next to the weights."""
-
-    def save_pretrained(self, directory: Path, /) -> object:
-        """Write the processor's files."""
-
-
-def create(output_dir: PathLike, write: Callable[[Path], None]) -> Path:
+def create(
+    output_dir: PathLike,
+    write: Callable[[Path], None],
+    processor: Any,
+) -> Path:
     """Let `write` fill a temporary directory. Rename it to the first free name. Collective.
 
-    If `write` fails, its error is raised and the temporary directory is deleted.
+    Rank 0 adds the files of `processor`, a tokenizer or another object with `save_pretrained`, or
+    None. If anything fails, the error is raised and the temporary directory is deleted.
 
     Returns:
         The path of the renamed directory.
@@ -42,22 +41,23 @@ def create(output_dir: PathLike, write: Callable[[Path], None]) -> Path:
     try:
         distributed.run_on_main(lambda: _start(temporary))
         write(temporary)
-        return distributed.run_on_main(lambda: _finish(temporary, wanted))
+        return distributed.run_on_main(lambda: _finish(temporary, wanted, processor))
     except BaseException:
         if distributed.is_main():
-            shutil.rmtree(temporary, ignore_errors=True)
+            rmtree(temporary, ignore_errors=True)
         raise
 
 
 def _start(temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)  # left by an export that was killed
+    rmtree(temporary, ignore_errors=True)  # left by an export that was killed
     temporary.mkdir(parents=True)
 
 
-def _finish(temporary: Path, wanted: Path) -> Path:
-    for path in temporary.rglob("*"):
+def _finish(temporary: Path, wanted: Path, processor: Any) -> Path:
+    if processor is not None:
+        processor.save_pretrained(temporary)
+    for path in (temporary, *temporary.rglob("*")):
         sync(path)
-    sync(temporary)
     final = wanted
     number = 0
     while os.path.lexists(final):
@@ -77,9 +77,9 @@ def write_configs(
 
     `dtype` is the dtype of the weight files. If it is None, the config's `dtype` stays as it is.
     """
-    config = copy.deepcopy(model.config)
+    config = deepcopy(model.config)
     if dtype is not None:
-        config.dtype = str(dtype).removeprefix("torch.")
+        config.dtype = dtype
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     if model.is_remote_code():
         # transformers itself passes a config; its annotation says dict.
@@ -105,8 +105,8 @@ def write_index(
 
 def write_description(
     directory: Path,
-    model: torch.nn.Module,
-    processor: Processor | None,
+    model: Module,
+    processor: Any,
 ) -> None:
     """Write the config and the tokenizer. Rank 0 only.
 

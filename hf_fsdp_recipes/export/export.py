@@ -5,20 +5,21 @@ nodes never write to the same page of a file. The ranks gather one parameter at 
 their shards to the rank that writes the file with this parameter.
 """
 
-import contextlib
-import functools
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from peft import PeftConfig, PeftModel
+from torch.nn import Module
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import list_checkpoints
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export import merge, output, shells, sources
-from hf_fsdp_recipes.export.files import PathLike
+from hf_fsdp_recipes.export.files import OptionalDtype, PathLike
 from hf_fsdp_recipes.export.sources import Sources
 from hf_fsdp_recipes.export.steps import Plan, copy_step, plan_in_file_format
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
@@ -32,7 +33,7 @@ MODEL_FOLDER = "pytorch_model_fsdp_0"
 
 
 def export_model(
-    model: torch.nn.Module,
+    model: Module,
     output_dir: PathLike,
     *,
     dtype: torch.dtype | str | None = None,
@@ -62,25 +63,20 @@ def export_model(
         ExportError: on every rank. The model cannot be exported, and no files are left behind.
     """
     parsed_dtype = parse_dtype(dtype)
-
-    def save_tokenizer(target: Path) -> None:
-        if tokenizer is not None:
-            tokenizer.save_pretrained(target)
-
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         adapted = cast(PeftModel, model)
         held = sources.from_model(model)
         if not merge_adapter:
-            return output.write_adapter(adapted, held, output_dir, parsed_dtype, save_tokenizer)
+            return output.write_adapter(adapted, held, output_dir, parsed_dtype, tokenizer)
         with distributed.agreed():
-            shell, plan = _plan_merged(adapted, held, parsed_dtype)
+            plan = _plan_merged(adapted, held, parsed_dtype)
     else:
         whole = cast(PreTrainedModel, model)
         held = sources.from_model(model, parsed_dtype)
         with distributed.agreed():
-            shell = shells.copy_on_meta(whole)
-            plan = _plan_full(shell, whole, held, parsed_dtype)
-    return output.write_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
+            plan = _plan_full(shells.copy_on_meta(whole), whole, held, parsed_dtype)
+    return output.write_weights(plan, output_dir, max_shard_size, tokenizer)
 
 
 def export_checkpoint(
@@ -121,7 +117,7 @@ def export_checkpoint(
     own_base = checkpoint if config is None else str(config.base_model_name_or_path)
     base = base_model or own_base
     shell = shells.load_on_meta(base)
-    save_tokenizer = functools.partial(_save_tokenizer_of, [checkpoint, base])
+    tokenizer = _find_tokenizer([checkpoint, base])
     if config is None:
         plan = _plan_full(shell, shell, held, parsed_dtype)
     else:
@@ -129,12 +125,12 @@ def export_checkpoint(
         adapted = adapted_shell.adapted
         held = _rename_adapter(held, adapted, checkpoint, base)
         if not merge_adapter:
-            return output.write_adapter(adapted, held, output_dir, parsed_dtype, save_tokenizer)
+            return output.write_adapter(adapted, held, output_dir, parsed_dtype, tokenizer)
         plan = merge.plan_merge_into_files(adapted_shell, held, base, parsed_dtype)
-    return output.write_weights(plan, shell, output_dir, max_shard_size, save_tokenizer)
+    return output.write_weights(plan, output_dir, max_shard_size, tokenizer)
 
 
-def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def parse_dtype(dtype: torch.dtype | str | None) -> OptionalDtype:
     """Return `dtype` as a torch.dtype or None. Not a collective.
 
     Raise an ExportError if it is no floating-point dtype.
@@ -149,12 +145,12 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return parsed
 
 
-def _save_tokenizer_of(names: list[PathLike], target: Path) -> None:
-    """Save the tokenizer of the first directory or Hub id that has one."""
+def _find_tokenizer(names: list[PathLike]) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of the first directory or Hub id that has one."""
     for name in names:
-        with contextlib.suppress(OSError, ValueError):
-            AutoTokenizer.from_pretrained(name).save_pretrained(target)
-            return
+        with suppress(OSError, ValueError):
+            return AutoTokenizer.from_pretrained(name)
+    return None
 
 
 def _open_checkpoint(checkpoint: Path) -> tuple[Sources, PeftConfig | None]:
@@ -170,11 +166,10 @@ def _open_checkpoint(checkpoint: Path) -> tuple[Sources, PeftConfig | None]:
             f"{checkpoint} is the directory of a run. "
             f"Export one of its checkpoints, such as {checkpoints[0]}."
         )
-    sharded = checkpoint / MODEL_FOLDER
-    if (sharded / ".metadata").is_file():
-        held = sources.from_checkpoint(sharded)
-    elif (checkpoint / ".metadata").is_file():
-        held = sources.from_checkpoint(checkpoint)
+    for folder in (checkpoint / MODEL_FOLDER, checkpoint):
+        if (folder / ".metadata").is_file():
+            held = sources.from_checkpoint(folder)
+            break
     else:
         held = sources.from_files(Checkpoint(checkpoint))
     if (checkpoint / "adapter_config.json").is_file():
@@ -206,7 +201,7 @@ def _plan_full(
     shell: PreTrainedModel,
     owner: PreTrainedModel,
     held: Sources,
-    dtype: torch.dtype | None,
+    dtype: OptionalDtype,
 ) -> Plan:
     """Return a plan that writes all weights of a model.
 
@@ -234,15 +229,13 @@ def _plan_full(
 def _plan_merged(
     model: PeftModel,
     held: Sources,
-    dtype: torch.dtype | None,
-) -> tuple[PreTrainedModel, Plan]:
-    """Return the base model's shell, and a plan that merges the active adapter into the base."""
+    dtype: OptionalDtype,
+) -> Plan:
+    """Return a plan that merges the active adapter into the base model."""
     base = cast(PreTrainedModel, model.get_base_model())
     shell = shells.copy_on_meta(base)
     adapted_shell = shells.adapt(shell, model.active_peft_config, model.active_adapter)
     if getattr(base, "quantization_method", None) is None:
-        plan = merge.plan_merge(adapted_shell, held, dtype)
-    else:
-        name = str(base.config.name_or_path)
-        plan = merge.plan_merge_into_files(adapted_shell, held, name, dtype)
-    return shell, plan
+        return merge.plan_merge(adapted_shell, held, dtype)
+    name = str(base.config.name_or_path)
+    return merge.plan_merge_into_files(adapted_shell, held, name, dtype)

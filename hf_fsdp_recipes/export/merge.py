@@ -3,18 +3,19 @@
 PEFT's own code merges full tensors in float32.
 """
 
-import copy
 import os
+from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import cast
 
 import torch
 from huggingface_hub import snapshot_download
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch.nn import Module
 
 from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.export.files import PathLike, Tensors
+from hf_fsdp_recipes.export.files import OptionalDtype, PathLike, Tensors
 from hf_fsdp_recipes.export.shells import AdaptedShell
 from hf_fsdp_recipes.export.sources import Sources, from_files, on_meta
 from hf_fsdp_recipes.export.steps import (
@@ -23,7 +24,6 @@ from hf_fsdp_recipes.export.steps import (
     copy_step,
     outputs_of,
     plan_in_file_format,
-    rename_outputs,
 )
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.upstream.transformers_internals import find_tied
@@ -36,20 +36,20 @@ CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 def plan_merge(
     shell: AdaptedShell,
     sources: Sources,
-    dtype: torch.dtype | None,
+    dtype: OptionalDtype,
 ) -> Plan:
     """Return a plan that merges an adapter into the base weights it was trained on.
 
     `sources` has all tensors of the model with the adapter.
     """
-    steps = {name: step for step in _merge_steps(shell, sources, dtype) for name in step.outputs}
+    names = {name: name for name in shell.base.state_dict()}
+    merge_steps = _merge_steps(shell, sources, dtype, names)
+    steps = {name: step for step in merge_steps for name in step.outputs}
     for key, name in shell.base_names.items():
         if name not in steps:
             steps[name] = copy_step(name, key, sources[key], dtype)
     ordered = dict.fromkeys(
-        steps[name]
-        for name in shell.base.state_dict()
-        if name in steps and name not in find_tied(shell.base)
+        steps[name] for name in names if name in steps and name not in find_tied(shell.base)
     )
     return plan_in_file_format(shell.base, list(ordered), sources)
 
@@ -58,7 +58,7 @@ def plan_merge_into_files(
     shell: AdaptedShell,
     adapter: Sources,
     base: PathLike,
-    dtype: torch.dtype | None,
+    dtype: OptionalDtype,
 ) -> Plan:
     """Return a plan that merges an adapter into the weights of `base`, a directory or Hub id.
 
@@ -81,27 +81,27 @@ def plan_merge_into_files(
     for key, name in shell.base_names.items():
         if name in stored:
             sources[key] = files[stored[name]]
-    steps = [rename_outputs(step, stored) for step in _merge_steps(shell, sources, dtype)]
+    steps = _merge_steps(shell, sources, dtype, stored)
     merged = outputs_of(steps)
     for name, source in files.items():
         if name not in merged:
             steps.append(copy_step(name, name, source, dtype))
     outputs = outputs_of(steps)
-    return Plan(steps, sources, {name: outputs[name] for name in files})
+    return Plan(shell.base, steps, sources, {name: outputs[name] for name in files})
 
 
 def _merge_steps(
     shell: AdaptedShell,
     sources: Sources,
-    dtype: torch.dtype | None,
+    dtype: OptionalDtype,
+    names: Mapping[str, str],
 ) -> list[Step]:
     """Return one step for each layer that the adapter changes.
 
-    A step's outputs have the names of the base model's parameters.
+    `names` is {name of the base model's parameter: its name in the step's outputs}.
     """
     steps = []
-    adapted = shell.adapted.get_submodule(PREFIX.removesuffix("."))
-    for path, layer in _find_layers(adapted).items():
+    for path, layer in _find_layers(shell.adapted.get_base_model()).items():
         metas = {}
         for name in layer.state_dict():
             key = f"{PREFIX}{path}.{name}"
@@ -111,10 +111,10 @@ def _merge_steps(
                     "tensors, such as experts, merge in training, with export_model."
                 )
             metas[name] = sources[key].meta
-        steps.append(_merge_step(path, layer, metas, dtype))
+        steps.append(_merge_step(path, layer, metas, dtype, names))
     merged = outputs_of(steps)
     for name, tied in find_tied(shell.base).items():
-        if name in merged or tied in merged:
+        if names.get(name) in merged or names.get(tied) in merged:
             raise ExportError(
                 f"{name} and {tied} are tied, and the adapter changes one. "
                 "Export the adapter instead."
@@ -122,7 +122,7 @@ def _merge_steps(
     return steps
 
 
-def _find_layers(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+def _find_layers(model: Module, prefix: str = "") -> dict[str, Module]:
     """Return {path: module} for the outermost modules that PEFT has inserted.
 
     `merge_and_unload` finds them in the same way.
@@ -138,23 +138,22 @@ def _find_layers(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
 
 def _merge_step(
     path: str,
-    layer: nn.Module,
+    layer: Module,
     metas: Tensors,
-    dtype: torch.dtype | None,
+    dtype: OptionalDtype,
+    names: Mapping[str, str],
 ) -> Step:
     """Return the step of one layer. `metas` is the layer's state dict on meta."""
     prefix = f"{PREFIX}{path}."
 
     def merge(state: Tensors) -> Tensors:
-        merged = _merge(copy.deepcopy(layer), state)
-        return {f"{path}.{name}": value for name, value in merged.items()}
+        merged = _merge(deepcopy(layer), state)
+        return {names[f"{path}.{name}"]: value for name, value in merged.items()}
 
     def merge_in_float32(tensors: Tensors) -> Tensors:
         # The adapter may be on an accelerator while base weights from files are on the CPU.
-        device = torch.device("cpu")
-        for value in tensors.values():
-            if value.device.type != "cpu":
-                device = value.device
+        devices = (value.device for value in tensors.values() if not value.is_cpu)
+        device = next(devices, torch.device("cpu"))
         state = {}
         for key, value in tensors.items():
             merge_dtype = torch.float32 if value.is_floating_point() else None
@@ -165,7 +164,7 @@ def _merge_step(
     return Step([prefix + name for name in metas], outputs, merge_in_float32)
 
 
-def _merge(layer: nn.Module, state: Tensors) -> Tensors:
+def _merge(layer: Module, state: Tensors) -> Tensors:
     """Return the state dict of the module that `merge_and_unload` puts in place of `layer`."""
     layer.load_state_dict(state, assign=True)
     # A safe merge does not change its input, which may be the model's own tensor. But it cannot

@@ -1,21 +1,21 @@
 """Writes an export: an adapter, or weights that the ranks gather and write one step at a time."""
 
-import functools
-import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import torch
 from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards_factory
 from peft import PeftModel
-from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.export import directory, shells
-from hf_fsdp_recipes.export.files import FileWriter, PathLike, check_finite
+from hf_fsdp_recipes.export.files import FileWriter, OptionalDtype, PathLike, check_finite
 from hf_fsdp_recipes.export.sources import Sources, on_meta
 from hf_fsdp_recipes.export.steps import Plan, Step
 from hf_fsdp_recipes.upstream.torch_internals import StorageWeakRef
@@ -25,23 +25,20 @@ def write_adapter(
     model: PeftModel,
     held: Sources,
     output_dir: PathLike,
-    dtype: torch.dtype | None,
-    save_tokenizer: Callable[[Path], None],
+    dtype: OptionalDtype,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> Path:
     """Gather the adapter on rank 0, which writes it with PEFT's `save_pretrained`. Collective."""
     is_main = distributed.is_main()
-    with distributed.agreed():
-        metas = {name: source.meta for name, source in held.items()}
-        stored = shells.match_adapter(model, metas)
-    names = distributed.from_main(sorted(set(stored.values())))
+    metas = {name: source.meta for name, source in held.items()}
+    names = distributed.run_on_main(lambda: sorted({*shells.match_adapter(model, metas).values()}))
 
     def write(target: Path) -> None:
         state = {}
         for name in names:
             source = held[name]
             if source.is_collective or is_main:
-                memory = torch.empty(source.meta.nbytes, dtype=torch.uint8)
-                tensor = source.read(0, memory)
+                tensor = source.read(0, torch.empty(source.meta.nbytes, dtype=torch.uint8))
                 if tensor is not None and is_main:
                     state[name] = tensor.to("cpu", on_meta(tensor, dtype).dtype)
         with distributed.agreed():
@@ -53,17 +50,15 @@ def write_adapter(
                     state_dict=state,
                     selected_adapters=[model.active_adapter],
                 )
-                save_tokenizer(target)
 
-    return directory.create(output_dir, write)
+    return directory.create(output_dir, write, tokenizer)
 
 
 def write_weights(
     plan: Plan,
-    shell: PreTrainedModel,
     output_dir: PathLike,
     max_shard_size: int | str,
-    save_tokenizer: Callable[[Path], None],
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> Path:
     """Write the weights, the configs and the tokenizer. Collective."""
     split = split_state_dict_into_shards_factory(
@@ -80,12 +75,11 @@ def write_weights(
         _write_files(plan, split.filename_to_tensors, target)
         with distributed.agreed():
             if distributed.is_main():
-                directory.write_configs(target, shell, dtype)
+                directory.write_configs(target, plan.shell, dtype)
                 if split.is_sharded:
-                    directory.write_index(target, shell, split)
-                save_tokenizer(target)
+                    directory.write_index(target, plan.shell, split)
 
-    return directory.create(output_dir, write)
+    return directory.create(output_dir, write, tokenizer)
 
 
 @torch.no_grad()
@@ -103,22 +97,20 @@ def _write_files(
     if distributed.is_distributed():
         # Only the ranks on rank 0's node write: the other nodes may not share this node's disk.
         num_writers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    own_files = {}
+    file_writer = FileWriter(target)
     rank_of = {}  # {name of a tensor: the rank that writes it}
     for number, (file, names) in enumerate(files.items()):
         rank = number % num_writers
-        for name in names:
-            rank_of[name] = rank
+        rank_of.update(dict.fromkeys(names, rank))
         if rank == own_rank:
-            own_files[file] = {name: plan.outputs[name] for name in names}
-    file_writer = FileWriter(target, own_files)
+            file_writer.begin(file, {name: plan.outputs[name] for name in names})
     # One half of this memory is filled while the other half is written. The kernel would clear new
     # memory first, which is slow.
     largest = max(
         sum(plan.sources[name].memory_bytes for name in step.inputs) for step in plan.steps
     )
-    memories = itertools.cycle(torch.empty(2, largest, dtype=torch.uint8))
-    for rank, step in logging.tqdm(
+    memories = cycle(torch.empty(2, largest, dtype=torch.uint8))
+    for _, rank, step in logging.tqdm(
         _in_turns(plan.steps, rank_of),
         desc="Exporting weights",
         disable=not distributed.is_main(),
@@ -134,7 +126,7 @@ def _write_files(
                     tensors[name] = source.read(rank, memory)
             memory = memory[source.memory_bytes :]
         if is_writer:
-            file_writer.submit(functools.partial(step.compute, tensors))
+            file_writer.submit(partial(step.compute, tensors))
         del tensors  # not needed while the next step is gathered
     with distributed.agreed():
         file_writer.close()
@@ -143,8 +135,8 @@ def _write_files(
 def _in_turns(
     steps: list[Step],
     rank_of: Mapping[str, int],
-) -> list[tuple[int, Step]]:
-    """Return (rank, step) pairs: which rank writes which step.
+) -> list[tuple[int, int, Step]]:
+    """Return which rank writes which step, as (bytes that it has written before, rank, step).
 
     They are sorted so that all ranks write in parallel. `rank_of` maps outputs to ranks.
     """
@@ -156,4 +148,4 @@ def _in_turns(
         for name, value in step.outputs.items():
             written[rank_of[name]] += value.nbytes
     turns.sort(key=lambda turn: turn[0])
-    return [(rank, step) for _, rank, step in turns]
+    return turns

@@ -3,25 +3,27 @@
 DCP is torch's Distributed Checkpoint.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.checkpointing.directory import MANIFEST
 from hf_fsdp_recipes.checkpointing.resume import check_pickles, find_damage
 from hf_fsdp_recipes.errors import ExportError, describe
-from hf_fsdp_recipes.export.files import DTYPES
+from hf_fsdp_recipes.export.files import DTYPES, OptionalDtype
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.fill import FSDP_PLACEMENTS
-from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS, Metadata, TensorStorageMetadata
+from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS, TensorStorageMetadata
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Source:
 Sources = Mapping[str, Source]
 
 
-def on_meta(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def on_meta(tensor: Tensor, dtype: OptionalDtype) -> Tensor:
     """Return a meta tensor of the same full shape.
 
     It has the dtype `dtype` if that is given and the tensor is floating-point. Otherwise, it has
@@ -54,7 +56,7 @@ def on_meta(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
-def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Sources:
+def from_model(model: Module, dtype: OptionalDtype = None) -> Sources:
     """Return the tensors of a model's state dict. Collective.
 
     FSDP2's shards are converted to `dtype` before they are gathered.
@@ -72,7 +74,7 @@ def from_model(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Sour
             meta = on_meta(value, dtype)
             sources[WRAPPERS.sub("", name)] = Source(
                 meta,
-                read=functools.partial(_gather, value, meta.dtype),
+                read=partial(_gather, value, meta.dtype),
                 is_collective=isinstance(value, DTensor),
             )
     return sources
@@ -92,40 +94,47 @@ def _gather(
     if not isinstance(value, DTensor):
         return value
     mesh = value.device_mesh
-    replicas = mesh.mesh.reshape(-1, mesh.size(-1)).tolist()  # each row of HSDP's mesh is one
-    ranks = next((replica for replica in replicas if writer in replica), None)
-    if ranks is None or value.placements not in FSDP_PLACEMENTS:
-        on_device = value.to(mesh.device_type)  # the shards may be offloaded to the CPU
-        assert isinstance(on_device, DTensor)
-        return on_device.full_tensor()
-    device_type = mesh.device_type if distributed.can_send(mesh.device_type) else "cpu"
+    device_type = mesh.device_type
+    if value.placements not in FSDP_PLACEMENTS:
+        # The shards may be offloaded to the CPU.
+        return cast(DTensor, value.to(device_type)).full_tensor()
+    if not distributed.can_send(device_type):
+        device_type = "cpu"
+    ranks = dist.get_process_group_ranks(mesh.get_group(-1))  # with HSDP, those of this replica
+    if writer not in ranks:
+        return None
     rows = value.to_local().to(device_type).contiguous()
-    own = dist.get_rank()
-    if own == writer:
-        return _receive(value, rows, ranks, memory)
-    if own in ranks and rows.numel():
-        _exchange([dist.P2POp(dist.isend, rows, writer)])
-    return None
+    return _join(value, rows, ranks, writer, memory)
 
 
-def _receive(
+def _join(
     value: DTensor,
-    own_rows: Tensor,
+    rows: Tensor,
     ranks: list[int],
+    writer: int,
     memory: Tensor,
-) -> Tensor:
-    """Return the full tensor, put together from the rows (dim 0) of one replica's ranks."""
-    if own_rows.device.type != "cpu":  # an accelerator's allocator reuses memory by itself
-        memory = own_rows.new_empty(value.nbytes, dtype=torch.uint8)
-    full = _view(memory, value)
+) -> Tensor | None:
+    """Send the rows (dim 0) of `ranks` to the one that is `writer`, which returns all of them.
+
+    `rows` are those of this rank. Other ranks than `writer` get None.
+    """
+    own = dist.get_rank()
+    full = None
     requests = []
-    # The last ranks may have no part.
-    for rank, part in zip(ranks, full.chunk(len(ranks)), strict=False):
-        if rank == dist.get_rank():
-            part.copy_(own_rows)
-        else:
-            requests.append(dist.P2POp(dist.irecv, part, rank))
-    _exchange(requests)
+    if own == writer:
+        if rows.device.type != "cpu":  # an accelerator's allocator reuses memory by itself
+            memory = rows.new_empty(value.nbytes, dtype=torch.uint8)
+        full = _view(memory, value)
+        # The last ranks may have no part.
+        for rank, part in zip(ranks, full.chunk(len(ranks)), strict=False):
+            if rank == own:
+                part.copy_(rows)
+            else:
+                requests.append(dist.P2POp(dist.irecv, part, rank))
+    elif rows.numel():
+        requests.append(dist.P2POp(dist.isend, rows, writer))
+    for request in dist.batch_isend_irecv(requests) if requests else []:
+        request.wait()
     return full
 
 
@@ -133,42 +142,22 @@ def _view(memory: Tensor, like: Tensor) -> Tensor:
     return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
 
-def _exchange(requests: list[dist.P2POp]) -> None:
-    if requests:
-        for request in dist.batch_isend_irecv(requests):
-            request.wait()
-
-
-class _CheckpointReader(dcp.FileSystemReader):
-    """Reads the metadata of a checkpoint once, and not again for each tensor."""
-
-    @functools.cached_property
-    def metadata(self) -> Metadata:
-        return super().read_metadata()
-
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        return self.metadata
-
-    def read_tensor(
-        self,
-        key: str,
-        meta: Tensor,
-        rank: int,
-        memory: Tensor,
-    ) -> Tensor:
-        """Return a tensor in `memory`, on any rank."""
-        tensor = _view(memory, meta)
-        try:
-            dcp.load(
-                {key: tensor},
-                storage_reader=self,
-                no_dist=True,
-            )
-        except dcp.CheckpointException as error:  # no subclass of Exception
-            raise ExportError(
-                f"{key} of {self.path} is unreadable: {describe(error.failures[0][0])}"
-            ) from error
-        return tensor
+def _read_tensor(
+    reader: dcp.FileSystemReader,
+    key: str,
+    meta: Tensor,
+    rank: int,
+    memory: Tensor,
+) -> Tensor:
+    """Return a tensor of a checkpoint in `memory`, on any rank."""
+    tensor = _view(memory, meta)
+    try:
+        dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
+    except dcp.CheckpointException as error:  # no subclass of Exception
+        raise ExportError(
+            f"{key} of {reader.path} is unreadable: {describe(error.failures[0][0])}"
+        ) from error
+    return tensor
 
 
 def from_checkpoint(directory: Path) -> Sources:
@@ -177,13 +166,16 @@ def from_checkpoint(directory: Path) -> Sources:
     Their names omit the top-level key `model` that Accelerate adds.
     """
     _check_intact(directory)
-    reader = _CheckpointReader(directory)
+    reader = dcp.FileSystemReader(directory)
+    # Otherwise, it would be read again for each tensor.
+    reader.read_metadata = cache(reader.read_metadata)  # type: ignore[method-assign]
+    metadata = reader.read_metadata()
     tensors = {
         key: entry
-        for key, entry in reader.metadata.state_dict_metadata.items()
+        for key, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    paths = reader.metadata.planner_data or {}
+    paths = metadata.planner_data or {}
     tops = {path[0] for key, path in paths.items() if key in tensors and len(path) > 1}
     top = "model" if "model" in tops else next(iter(tops), None)  # None: a plain state dict
     sources = {}
@@ -196,7 +188,7 @@ def from_checkpoint(directory: Path) -> Sources:
                 dtype=entry.properties.dtype,
                 device="meta",
             )
-            sources[name] = Source(meta, functools.partial(reader.read_tensor, key, meta))
+            sources[name] = Source(meta, partial(_read_tensor, reader, key, meta))
     return sources
 
 

@@ -7,14 +7,13 @@ plan, and to each step's real tensors during writing.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedModel
 
 from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.export.files import Tensors
+from hf_fsdp_recipes.export.files import OptionalDtype, Tensors
 from hf_fsdp_recipes.export.sources import Source, Sources, on_meta
 from hf_fsdp_recipes.upstream.transformers_internals import revert_weight_conversion
 
@@ -32,6 +31,7 @@ class Step:
 class Plan:
     """What an export writes."""
 
+    shell: PreTrainedModel
     steps: list[Step]
     sources: Sources
     outputs: Tensors  # all outputs of the steps, in the order in which they fill the files
@@ -41,20 +41,14 @@ def copy_step(
     name: str,
     key: str,
     source: Source,
-    dtype: torch.dtype | None,
+    dtype: OptionalDtype,
 ) -> Step:
     """Return a step that writes a source under the name `name`. `dtype` is as in `on_meta`."""
-    outputs = {name: on_meta(source.meta, dtype)}
-    return Step([key], outputs, lambda tensors: {name: tensors[key]})
-
-
-def rename_outputs(step: Step, names: Mapping[str, str]) -> Step:
-    """Return the same step with its outputs renamed. `names` maps old names to new names."""
-
-    def rename(tensors: Tensors) -> Tensors:
-        return {names[name]: value for name, value in tensors.items()}
-
-    return Step(step.inputs, rename(step.outputs), lambda tensors: rename(step.compute(tensors)))
+    return Step(
+        [key],
+        {name: on_meta(source.meta, dtype)},
+        lambda tensors: {name: tensors[key]},
+    )
 
 
 def outputs_of(steps: Iterable[Step]) -> Tensors:
@@ -91,16 +85,14 @@ def plan_in_file_format(
             f"transformers makes {missing} from several layers. "
             "Gather the model and use save_pretrained."
         )
-    return Plan(converted, sources, {name: outputs[name] for name in expected})
+    return Plan(model, converted, sources, {name: outputs[name] for name in expected})
 
 
 def _group_by_layer(steps: list[Step]) -> Iterable[list[Step]]:
     layers = defaultdict(list)
     for step in steps:
-        first_output = next(iter(step.outputs))
-        match = re.match(r".*?\.\d+\.", first_output)  # the name up to its first number
-        layer = match[0] if match else ""
-        layers[layer].append(step)
+        match = re.match(r".*?\.\d+\.", next(iter(step.outputs)))  # up to the first number
+        layers[match[0] if match else ""].append(step)
     return layers.values()
 
 
