@@ -200,7 +200,8 @@ def predict(case: Case) -> int:
     """Return the predicted peak in bytes."""
     from hf_fsdp_recipes.tools.plan.step import measure_step
 
-    return sum(measure_step(make_config(case), read_case(case)).peak.values())
+    peak, _ = measure_step(make_config(case), read_case(case))
+    return sum(peak.values())
 
 
 def measure(case: Case) -> int:

@@ -5,6 +5,7 @@ They never go through an accelerator, where they would wait for queued kernels.
 """
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -23,9 +24,6 @@ T = TypeVar("T")
 # The wait ends if a rank dies.
 PATIENCE = timedelta(days=1)
 EXIT_SECONDS = 3.0  # the launcher ends the other ranks within this time after one rank has exited
-
-# {default process group: the main thread's gloo group}
-_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
 
 
 def is_distributed() -> bool:
@@ -65,11 +63,12 @@ def host_group() -> dist.ProcessGroup:
 
     The first call is collective.
     """
-    default = dist.group.WORLD
-    if default not in _groups:
-        _groups.clear()
-        _groups[default] = new_group()
-    return _groups[default]
+    return _host_group_of(dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=1)
+def _host_group_of(default: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    return new_group()
 
 
 def open_default_group(device: torch.device) -> None:

@@ -12,16 +12,16 @@ A checkpoint gets its name, or loses it before it is deleted, by one rename.
 The last two directories begin with `_`, so that Trainer does not upload them to the Hub.
 """
 
-import contextlib
 import fcntl
 import json
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, TextIO, TypedDict
 
 import xxhash
@@ -40,6 +40,9 @@ class FileFacts(TypedDict):
     xxh3: str
 
 
+Files = dict[str, FileFacts]  # {path in the checkpoint: facts}
+
+
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """Return all directories named `checkpoint-<step>`, complete or not. The latest comes first."""
     checkpoints = [
@@ -52,7 +55,7 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 def step_of(checkpoint: Path) -> int:
     """Return the step from a checkpoint's name."""
-    return int(checkpoint.name.rpartition("-")[2])
+    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
@@ -109,7 +112,7 @@ class RunDirectory:
                 continue
             lock = _lock(leftover)
             if lock is not None:
-                shutil.rmtree(leftover, ignore_errors=True)
+                rmtree(leftover, ignore_errors=True)
                 lock.close()
             elif is_own:
                 raise CheckpointError(
@@ -131,7 +134,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Delete the workspace and unlock the directory."""
-        shutil.rmtree(self.workspace, ignore_errors=True)
+        rmtree(self.workspace, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
 
@@ -140,7 +143,7 @@ class RunDirectory:
         written: Path,
         final: Path,
         facts: Mapping[str, object],
-        files: Mapping[str, FileFacts],
+        files: Files,
     ) -> None:
         """Add the manifest to a fully written checkpoint, and give it its final name.
 
@@ -153,20 +156,17 @@ class RunDirectory:
                     f"{written / name} differs from what was written. "
                     "Do all nodes share output_dir?"
                 )
-        manifest = {"run": self.run, **facts, "files": files}
+        manifest = {"run": self.run, **facts, "files": dict(sorted(files.items()))}
         manifest["xxh3"] = _hash(manifest)
         (written / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        sync(written / MANIFEST)
-        sync(written)
-        for path in written.rglob("*"):
-            if path.is_dir():
-                sync(path)
+        for path in [written / MANIFEST, *written.glob("**/")]:  # all directories, too
+            sync(path)
         final.parent.mkdir(parents=True, exist_ok=True)
         while final.exists() and not self._is_own(final):
             # Another callback has written files to this directory in on_save.
             for path in final.iterdir():
                 path.rename(written / path.name)
-            with contextlib.suppress(OSError):  # rmdir fails if another file has just been written
+            with suppress(OSError):  # rmdir fails if another file has just been written
                 final.rmdir()
         # This is still a checkpoint's name, so a kill loses nothing.
         replaced = final.with_name(final.name.replace("-", "-0"))
@@ -186,21 +186,18 @@ class RunDirectory:
         if not keep:
             return
         own = [path for path in list_checkpoints(directory) if self._is_own(path)]
-        num_left = len(own)
-        for checkpoint in reversed(own[1:]):
-            if num_left > keep and str(checkpoint) != best:
-                self._delete(checkpoint)
-                num_left -= 1
+        oldest = [path for path in reversed(own[1:]) if str(path) != best]
+        for checkpoint in oldest[: max(0, len(own) - keep)]:
+            self._delete(checkpoint)
 
     def _delete(self, checkpoint: Path) -> None:
         """Delete a checkpoint, so that a kill meanwhile leaves no partial `checkpoint-<step>`."""
         doomed = self.workspace / f"delete-{checkpoint.name}"
         checkpoint.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        rmtree(doomed, ignore_errors=True)
 
     def _is_own(self, checkpoint: Path) -> bool:
-        manifest = read_manifest(checkpoint) or {}
-        return manifest.get("run") == self.run
+        return (read_manifest(checkpoint) or {}).get("run") == self.run
 
 
 def sync(path: Path) -> None:

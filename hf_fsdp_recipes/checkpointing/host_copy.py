@@ -1,27 +1,27 @@
 """Copies a rank's sharded state to host memory, to be written while training continues."""
 
-import contextlib
-import copy
-import ctypes
 import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
+from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.metrics.memory import available_host_bytes
+from hf_fsdp_recipes.training.sharded_optimizer import local_part
 
 logger = logging.getLogger(__name__)
 
-TOUCHED_BYTES = 64 * 1024 * 1024  # what a thread touches at a time
 PINNED_BYTES = 1024 * 1024  # smaller tensors gain nothing, and share their pages with other data
 USED_SHARE = 0.95  # of the memory that is left
 REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all CUDA contexts
-PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
 
 # What Accelerate passes to torch DCP: {"model": state dict} or {"optimizer": state dict}.
 State = Mapping[str, Mapping[str, object]]
@@ -48,14 +48,14 @@ class HostCopy:
         self._num_ranks_on_node = num_ranks_on_node
         self._can_pin = True
         self._forms: list[object] = []
-        self._copies: list[torch.Tensor] = []
+        self._copies: list[Tensor] = []
         self._pinned: set[int] = set()  # addresses
         # Memory must not be freed while it is pinned. When the process ends, this is not needed.
         finalizer = weakref.finalize(self, unpin, self._pinned)
         finalizer.atexit = False
 
-    def find_obstacle(self, originals: "Originals") -> str | None:
-        """Return why a state cannot be copied, or None. Not a collective.
+    def check(self, originals: "Originals") -> None:
+        """Raise a CheckpointError if a state cannot be copied. Not a collective.
 
         Every rank of the node calls this before any of them calls `take`, which allocates memory.
         """
@@ -63,19 +63,19 @@ class HostCopy:
             local = local_part(tensor)
             if type(local) not in PLAIN_CLASSES or local.layout != torch.strided:
                 name = ".".join(map(str, path))
-                return f"{name} is a {type(local).__name__}, which has no memory of its own"
+                raise CheckpointError(
+                    f"{name} is a {type(local).__name__}, which has no memory of its own"
+                )
         if originals.forms == self._forms:
-            return None
+            return
         # Other ranks need as much. What was allocated for another state is freed first.
         needed_bytes = count_bytes(originals.tensors.values()) * self._num_ranks_on_node
-        freed_bytes = count_bytes(self._copies) * self._num_ranks_on_node
-        left_bytes = available_host_bytes() + freed_bytes
-        if needed_bytes <= USED_SHARE * left_bytes:
-            return None
-        return (
-            f"the copies of this node's ranks need {needed_bytes / 1e9:.1f} GB of host memory, and "
-            f"{left_bytes / 1e9:.1f} GB are available"
-        )
+        left_bytes = available_host_bytes() + count_bytes(self._copies) * self._num_ranks_on_node
+        if needed_bytes > USED_SHARE * left_bytes:
+            raise CheckpointError(
+                f"the copies of this node's ranks need {needed_bytes / 1e9:.1f} GB of host memory, "
+                f"and {left_bytes / 1e9:.1f} GB are available"
+            )
 
     @torch.no_grad()
     def take(self, originals: "Originals") -> Mapping[str, State]:
@@ -110,14 +110,17 @@ class HostCopy:
         tensors = originals.tensors.values()
         self._copies = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
         num_cores = len(os.sched_getaffinity(0))
+        # Let the kernel provide the new memory. Pinning would do this too, but with one thread,
+        # which takes three times as long.
         num_threads = max(1, num_cores // self._num_ranks_on_node)
-        touch(self._copies, num_threads)
+        with ThreadPoolExecutor(num_threads, "checkpoint-memory") as threads:
+            threads.map(Tensor.zero_, map(local_part, self._copies))
         for original, memory in zip(tensors, self._copies, strict=True):
             if original.device.type == "cuda" and self._can_pin:
                 self._pin(local_part(memory), original.device)
         self._forms = originals.forms
 
-    def _pin(self, tensor: torch.Tensor, device: torch.device) -> None:
+    def _pin(self, tensor: Tensor, device: torch.device) -> None:
         if tensor.nbytes < PINNED_BYTES:
             return
         address = tensor.data_ptr()
@@ -132,7 +135,7 @@ class HostCopy:
         )
         self._can_pin = False
         # CUDA raises the error again in the next kernel, whatever that computes.
-        with contextlib.suppress(RuntimeError):
+        with suppress(RuntimeError):
             torch.ones(1, device=device).mul_(2)
 
 
@@ -151,7 +154,7 @@ class Originals:
 
     def __init__(self, state: Mapping[str, State]) -> None:
         self.state = state
-        self.tensors: dict[Identity, torch.Tensor] = {}
+        self.tensors: dict[Identity, Tensor] = {}
         for _, tensor in find_tensors(state):
             self.tensors.setdefault(identify(tensor), tensor)
         self.forms = [form for form, _ in self.tensors]
@@ -168,39 +171,19 @@ def unpin(addresses: set[int]) -> None:
         torch.cuda.cudart().cudaHostUnregister(addresses.pop())
 
 
-def touch(tensors: Iterable[torch.Tensor], num_threads: int) -> None:
-    """Let the kernel provide the memory of new tensors, with several threads.
-
-    Pinning would do this too, but with one thread, which takes three times as long.
-    """
-    with ThreadPoolExecutor(num_threads, "checkpoint-memory") as threads:
-        for tensor in tensors:
-            local = local_part(tensor)
-            for start in range(0, local.nbytes, TOUCHED_BYTES):
-                num_bytes = min(TOUCHED_BYTES, local.nbytes - start)
-                threads.submit(ctypes.memset, local.data_ptr() + start, 0, num_bytes)
-
-
-@torch.no_grad()  # which makes `to_local` fast
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a DTensor, or the tensor itself, without a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def count_bytes(tensors: Iterable[Tensor]) -> int:
     """Return how large this rank's rows of tensors are."""
     return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
-def identify(tensor: torch.Tensor) -> Identity:
+def identify(tensor: Tensor) -> Identity:
     """Return a tensor's form and its view of memory."""
     local = local_part(tensor)
-    placements = getattr(tensor, "placements", None)  # of a DTensor
     form = (
         tensor.shape,
         local.shape,
         tensor.dtype,
-        placements,
+        getattr(tensor, "placements", None),  # of a DTensor
     )
     view = (
         local.device,
@@ -212,24 +195,23 @@ def identify(tensor: torch.Tensor) -> Identity:
     return form, view
 
 
-def find_tensors(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, torch.Tensor]]:
+def find_tensors(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
     """Yield the tensors in nested dicts, lists and tuples, with the keys and indices to them."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         yield path, value
-    elif isinstance(value, Mapping):
+    if type(value) in (list, tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
         for key, item in value.items():
             yield from find_tensors(item, (*path, key))
-    elif type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            yield from find_tensors(item, (*path, index))
 
 
-def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return a copy of nested dicts, lists and tuples with `function(tensor)` for each tensor."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
         return {key: map_tensors(item, function) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map_tensors(item, function) for item in value)
-    return copy.deepcopy(value)
+    return deepcopy(value)

@@ -48,8 +48,7 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     if distributed.is_distributed():
         rank = distributed.rank()
         world_size = distributed.world_size()
-    checkpoints = list_checkpoints(Path(output_dir)) if rank == 0 else []
-    for checkpoint in distributed.from_main(checkpoints):
+    for checkpoint in distributed.from_main(list_checkpoints(Path(output_dir))):
         of_ranks = distributed.gather(find_damage(checkpoint, rank, world_size))
         damage = next(filter(None, of_ranks), None)
         if damage is None:
@@ -105,7 +104,7 @@ def find_damage(
         return "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it"
     files = manifest["files"]
     names = [name for name in files if name.startswith(prefix)]
-    names.sort(key=lambda name: (files[name]["bytes"], name))
+    names.sort(key=lambda name: files[name]["bytes"])
     for name in names[part::num_parts]:
         try:
             if read_facts(checkpoint / name) != files[name]:

@@ -6,23 +6,25 @@ error, or none gets one.
 
 import logging
 import os
-import shutil
 import socket
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import rmtree
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.utils.serialization import config
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.checkpointing.directory import FileFacts, RunDirectory
-from hf_fsdp_recipes.checkpointing.hashing import HashingWriter, read_facts
-from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, Originals, State, local_part
+from hf_fsdp_recipes.checkpointing.directory import Files, RunDirectory, sync
+from hf_fsdp_recipes.checkpointing.hashing import HashingFileSystem, read_facts
+from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, Originals, State
 from hf_fsdp_recipes.errors import CheckpointError, describe
+from hf_fsdp_recipes.training.sharded_optimizer import local_part
 from hf_fsdp_recipes.upstream.torch_internals import make_save_planner
 
 logger = logging.getLogger(__name__)
@@ -78,44 +80,29 @@ class Writer:
     def _copy_state(self, save: Save) -> bool:
         """Replace a save's state by a copy of it. Return whether all ranks have one. Collective."""
         try:
-            if save.error is not None:
-                raise save.error  # there is nothing to copy; `_write` raises it on all ranks
-            originals = Originals(save.parts)
-            obstacle = self._host_copy.find_obstacle(originals)
-        except Exception as error:
-            obstacle = describe(error)
-        if self._has_obstacle(obstacle):
-            return False
-        try:
-            save.parts = self._host_copy.take(originals)
+            with distributed.agreed(self._group):
+                if save.error is not None:
+                    raise save.error  # there is nothing to copy; `_write` raises it on all ranks
+                originals = Originals(save.parts)
+                self._host_copy.check(originals)
+            with distributed.agreed(self._group):
+                copied = self._host_copy.take(originals)
         except Exception as error:  # the state itself can still be written
-            obstacle = describe(error)
-        if self._has_obstacle(obstacle):
             self._host_copy.close()
+            if distributed.is_main():
+                logger.warning(
+                    "training waits while this save is written, without a copy: %s",
+                    describe(error),
+                )
             return False
-        return True
-
-    def _has_obstacle(self, own: str | None) -> bool:
-        """Return whether any rank has an obstacle to a copy, and log the first one. Collective."""
-        # One operation, which is enough for almost all saves. `gather` takes two.
-        has_obstacle = torch.tensor([own is not None], dtype=torch.int32)
-        dist.all_reduce(has_obstacle, dist.ReduceOp.MAX, self._group)
-        if not has_obstacle:
-            return False
-        first = next(filter(None, distributed.gather(own, self._group)))
-        if distributed.is_main():
-            logger.warning(
-                "training waits while this save is written, without a copy: %s",
-                first,
-            )
+        save.parts = copied
         return True
 
     @property
     def has_failed(self) -> bool:
         """Whether a save has ended with an error that `wait` has not returned. Not a collective."""
-        if self._written is None or not self._written.done():
-            return False
-        return self._written.exception() is not None
+        written = self._written
+        return written is not None and written.done() and written.exception() is not None
 
     def wait(self) -> str | None:
         """Wait for the save in flight. Return its error, or None if it succeeded. Collective."""
@@ -132,47 +119,51 @@ class Writer:
     def _write(self, save: Save, checked: Future[None]) -> None:
         try:
             distributed.raise_agreed(save.error, self._group)
-            files: dict[str, FileFacts] = {}
+            files: Files = {}
             for folder, state in save.parts.items():
                 files |= self._write_part(save.written / folder, state)
             with distributed.agreed(self._group):
                 checked.result()
                 files |= self._hash_small_files(save.written)
-            files_of_all_ranks: dict[str, FileFacts] = {}
             for files_of_rank in distributed.gather(files, self._group):
-                files_of_all_ranks.update(sorted(files_of_rank.items()))
-            with distributed.agreed(self._group):
-                if distributed.is_main():
-                    self.directory.publish(save.written, save.final, save.facts, files_of_all_ranks)
+                files |= files_of_rank
+            distributed.run_on_main(
+                lambda: self.directory.publish(save.written, save.final, save.facts, files),
+                self._group,
+            )
         except Exception:
             wait([checked])  # it may still read the state
             # Every rank has stopped writing, because the ranks agree on errors.
             if distributed.is_main():
-                shutil.rmtree(save.written, ignore_errors=True)
+                rmtree(save.written, ignore_errors=True)
             raise
         if distributed.is_main():
             self.directory.prune(save.final.parent, save.keep, save.best)
 
-    def _write_part(self, folder: Path, state: State) -> dict[str, FileFacts]:
+    def _write_part(self, folder: Path, state: State) -> Files:
         """Write one part of the sharded state. Return size and hash of this rank's files."""
-        writer = HashingWriter(folder)
-        planner = make_save_planner(folder.name)
+        # By default, torch copies tensors before it writes them. This copy synchronizes the stream
+        # that training uses. `sync_files` is not needed, because our files are flushed to disk when
+        # they are closed.
+        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0, sync_files=False)
+        hashing = HashingFileSystem()
+        writer.fs = hashing
         try:
             # The manifest's hashes replace the CRC. `patch` exists only at run time.
             with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
                 dcp.save(
                     dict(state),
                     storage_writer=writer,
-                    planner=planner,
+                    planner=make_save_planner(folder.name),
                     process_group=self._group,
                 )
         except dcp.CheckpointException as error:
             # This is not a subclass of Exception. It is the same on every rank.
-            failures = [failure for failure, _ in error.failures.values()]
-            raise CheckpointError(describe(failures[0] if failures else error)) from error
-        return {f"{folder.name}/{name}": facts for name, facts in writer.files.items()}
+            first, _ = next(iter(error.failures.values()))
+            raise CheckpointError(describe(first)) from error
+        return {f"{folder.name}/{name}": facts for name, facts in hashing.files.items()}
 
-    def _hash_small_files(self, directory: Path) -> dict[str, FileFacts]:
+    def _hash_small_files(self, directory: Path) -> Files:
         """Flush Trainer's files to disk, and return their sizes and hashes.
 
         Rank 0 hashes all files that it sees. Other ranks hash their own random state.
@@ -181,21 +172,26 @@ class Writer:
             paths = list(directory.iterdir())
         else:
             paths = [directory / f"rng_state_{distributed.rank()}.pth"]
-        return {path.name: read_facts(path, sync=True) for path in paths if path.is_file()}
+        files: Files = {}
+        for path in paths:
+            if path.is_file():
+                sync(path)
+                files[path.name] = read_facts(path)
+        return files
 
 
 def check_finite(parts: Mapping[str, State]) -> None:
     """Raise a CheckpointError if a weight has NaN or infinity: its checkpoint could not be used."""
     for state in parts.values():
         for name, value in state.get("model", {}).items():
-            if isinstance(value, torch.Tensor) and not is_finite(local_part(value)):
+            if isinstance(value, Tensor) and not is_finite(local_part(value)):
                 raise CheckpointError(
                     f"{name} contains NaN or infinity. "
                     "Resume from an earlier checkpoint with other settings."
                 )
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor has neither NaN nor infinity.
 
     Float8 tensors are not checked and count as finite.

@@ -3,18 +3,15 @@
 Every rank gets its rows (dim 0) of the packed bytes and a copy of all scales.
 """
 
-import copy
 import logging
 import os
-from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
-from torch.nn import Module
-from torch.overrides import TorchFunctionMode
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
@@ -29,8 +26,7 @@ from hf_fsdp_recipes.upstream.transformers_internals import AutoHfQuantizer, loc
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
 
-PIECE_SIZE = 2**16  # elements; a multiple of every block size
-STORAGE = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by Accelerate's mixed precision
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by Accelerate's mixed precision
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +89,8 @@ def replace_linears(
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
     if is_initialized():
         precision = AcceleratorState().mixed_precision
-    config = copy.deepcopy(config)
-    config.bnb_4bit_quant_storage = STORAGE.get(str(precision), dtype)
+    config = deepcopy(config)
+    config.bnb_4bit_quant_storage = PRECISIONS.get(str(precision), dtype)
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     quantizer.validate_environment()
     with local_torch_dtype(dtype):  # the new layers create their biases in torch's default dtype
@@ -107,37 +103,6 @@ def replace_linears(
             dtype,
         )
     return quantizer
-
-
-class _InPieces(TorchFunctionMode):
-    """Quantizes a weight on a CPU in pieces, with the same result.
-
-    bitsandbytes needs several times the memory of what it quantizes.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable,
-        types: tuple,
-        args: tuple = (),
-        kwargs: dict | None = None,
-    ) -> object:
-        if func is not torch.ops.bitsandbytes.quantize_4bit.default or args[0].device.type != "cpu":
-            return func(*args, **(kwargs or {}))
-        weight, block_size, quant_type, storage = args
-        outputs = func(weight.to("meta"), block_size, quant_type, storage)
-        packed, scales = (torch.empty_like(output, device="cpu") for output in outputs)
-        pieces = zip(
-            weight.reshape(-1).split(PIECE_SIZE),
-            packed.split(PIECE_SIZE // 2 // storage.itemsize),
-            scales.split(PIECE_SIZE // block_size),
-            strict=True,
-        )
-        for piece, packed_piece, scales_piece in pieces:
-            packed_values, scales_values = func(piece, block_size, quant_type, storage)
-            packed_piece.copy_(packed_values)
-            scales_piece.copy_(scales_values)
-        return packed, scales
 
 
 @dataclass
@@ -160,8 +125,7 @@ class Layer:
             raise LoadError(
                 "it contains NaN or infinity, which cannot be quantized. Load an intact checkpoint."
             )
-        with _InPieces():
-            packed, state = quantize_4bit(weight.to(self.dtype), **self.options)
+        packed, state = quantize_4bit(weight.to(self.dtype), **self.options)
         self._scales = {name: value.cpu() for name, value in state.as_dict(packed=True).items()}
         return packed
 
@@ -177,11 +141,13 @@ class Layer:
 Layers = dict[str, Layer]  # {name of the weight: layer}
 
 
-def find_layers(model: Module, dtype: torch.dtype) -> Layers:
+def find_layers(model: PreTrainedModel, dtype: torch.dtype) -> Layers:
     """Return the 4-bit layers whose weights are not loaded, by the names that they have now.
 
     `dtype` is that of the weights before they are quantized.
     """
+    if not hasattr(model, "hf_quantizer"):
+        return {}  # bitsandbytes may not be installed
     from bitsandbytes.nn import Linear4bit
 
     layers = {}

@@ -3,11 +3,11 @@
 Reads the weights with transformers' own conversions.
 """
 
-import copy
-import functools
 import logging
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, Literal
@@ -57,14 +57,18 @@ class Entry:
 
     kind: Literal["stored", "converted", "new"]
     names: tuple[str, ...]  # names of the entry's weights in the model
-    keys: tuple[str, ...] = ()  # names of the entry's tensors in the checkpoint
-    patterns: tuple[str | None, ...] = ()  # the converter pattern that each key matches
+    tensors: TensorsOfWeight  # the entry's tensors in the checkpoint
     dtype: torch.dtype | None = None  # the stored dtype, if floating-point; else the model's
 
     @property
     def name(self) -> str:
         """The name of the first weight, which stands for the entry in messages."""
         return self.names[0]
+
+    @property
+    def key(self) -> str:
+        """The name of the first tensor."""
+        return next(iter(self.tensors))
 
 
 class Checkpoint:
@@ -81,7 +85,7 @@ class Checkpoint:
         """Return this object itself, so that copies of the model share the open files."""
         return self
 
-    @functools.cached_property
+    @cached_property
     def file_of(self) -> dict[str, safe_open]:
         """{tensor name: open file}, in the order in which the tensors are stored."""
         paths = sorted(self.directory.glob("*.safetensors"))
@@ -123,12 +127,9 @@ class Checkpoint:
             LoadError: a weight is missing or has the wrong shape.
         """
         weights = model.state_dict()
-        entries = [
-            self._entry(name, tensors)
-            for name, tensors in self._match_tensors(model, weights).items()
-        ]
+        entries = self._match_tensors(model, weights)
         position = {key: number for number, key in enumerate(self.file_of)}
-        entries.sort(key=lambda entry: position[entry.keys[0]])
+        entries.sort(key=lambda entry: position[entry.key])
         present = self._find_present(model, entries)
         missing = [name for name in weights if name not in present]
         new = []
@@ -147,7 +148,7 @@ class Checkpoint:
             )
         for name in new:
             self._new[name] = new_value(model, name)
-            entries.append(Entry("new", (name,)))
+            entries.append(Entry("new", (name,), {}))
         if self.quantizer is not None:
             return entries, None  # otherwise save_pretrained would quantize again
         return entries, [transform for transform in self._transforms if transform.was_used()]
@@ -157,19 +158,11 @@ class Checkpoint:
 
         Weights that transformers converts are left out.
         """
-        key_of = {}
-        for name, tensors in self._match_tensors(model, model.state_dict()).items():
-            key, pattern = list(tensors.items())[-1]
-            if pattern is None:
-                key_of[name] = key
-        return key_of
+        entries = self._match_tensors(model, model.state_dict())
+        return {entry.name: entry.key for entry in entries if entry.kind == "stored"}
 
-    def _match_tensors(
-        self,
-        model: PreTrainedModel,
-        weights: Weights,
-    ) -> dict[str, TensorsOfWeight]:
-        """Return the tensors of each weight."""
+    def _match_tensors(self, model: PreTrainedModel, weights: Weights) -> list[Entry]:
+        """Return the entries for the weights that the checkpoint has."""
         self._transforms = get_model_conversion_mapping(model, None, self.quantizer)
         renamings = [one for one in self._transforms if isinstance(one, WeightRenaming)]
         converters = [one for one in self._transforms if isinstance(one, WeightConverter)]
@@ -194,19 +187,18 @@ class Checkpoint:
                 type(model).__name__,
                 some(unexpected),
             )
-        return tensors_of
+        return [self._entry(name, tensors) for name, tensors in tensors_of.items()]
 
     def _entry(self, name: str, tensors: TensorsOfWeight) -> Entry:
         """Return the entry that reads a weight, and the weights that are converted with it."""
-        keys = tuple(tensors)
-        pattern = tensors[keys[0]]
+        pattern = next(iter(tensors.values()))
         if pattern is None:
-            key = keys[-1]
+            key = list(tensors)[-1]
             dtype = DTYPES.get(self.slice_of(key).get_dtype())
-            return Entry("stored", (name,), (key,), dtype=dtype)
+            return Entry("stored", (name,), {key: None}, dtype)
         targets = self._converters[pattern].target_patterns
         names = tuple(name.replace(targets[0], target) for target in targets)
-        return Entry("converted", names, keys, tuple(tensors.values()))
+        return Entry("converted", names, tensors)
 
     def _find_present(self, model: PreTrainedModel, entries: list[Entry]) -> set[str]:
         """Return the names of the weights that the files hold.
@@ -235,11 +227,10 @@ class Checkpoint:
     ) -> Iterator[str]:
         for entry in entries:
             if entry.kind == "stored":
-                key = entry.keys[0]
-                stored = list(self.slice_of(key).get_shape())
+                stored = list(self.slice_of(entry.key).get_shape())
                 expected = list(weights[entry.name].shape)
                 if stored != expected:
-                    yield f"{key} is {stored}, not {expected}"
+                    yield f"{entry.key} is {stored}, not {expected}"
 
     def read(self, entry: Entry, model: PreTrainedModel) -> Weights:
         """Return an entry's weights as {name: tensor}.
@@ -253,9 +244,9 @@ class Checkpoint:
         return self._convert(entry, model)
 
     def _convert(self, entry: Entry, model: PreTrainedModel) -> Weights:
-        converter = copy.deepcopy(self._converters[entry.patterns[0]])
-        for key, pattern in zip(entry.keys, entry.patterns, strict=True):
-            read = functools.partial(self.slice_of(key).__getitem__, ...)
+        converter = deepcopy(self._converters[entry.tensors[entry.key]])
+        for key, pattern in entry.tensors.items():
+            read = partial(self.slice_of(key).__getitem__, ...)
             # transformers' own type leaves out that it also takes functions, and calls them later.
             converter.add_tensor(entry.name, key, pattern, read)  # type: ignore[arg-type]
         values = converter.convert(
@@ -264,18 +255,16 @@ class Checkpoint:
             config=model.config,
             hf_quantizer=self.quantizer,
         )
-        weights = {}
-        for name in entry.names:
-            value = values[name]
-            weights[name] = value[0] if isinstance(value, list) else value
-        return weights
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in values.items()
+        }
 
     def read_rows(self, entry: Entry, rows: slice | EllipsisType) -> Tensor:
         """Return the given rows (dim 0) of a weight that needs no conversion.
 
         `...` stands for all rows.
         """
-        return self.slice_of(entry.keys[0])[rows]
+        return self.slice_of(entry.key)[rows]
 
 
 def some(names: list[str]) -> str:

@@ -1,5 +1,6 @@
 """Fills a sharded model with the rows (dim 0) that rank 0 sends or that each rank reads itself."""
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Module, Parameter
+from torch.utils import swap_tensors
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -18,6 +20,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError, describe
 from hf_fsdp_recipes.loading.bnb_4bit import Layers
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry, Weights
+from hf_fsdp_recipes.training.sharded_optimizer import local_part
 from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS_AND_ADAPTERS
 
 NUM_READERS = 4  # rank 0's reading threads; a disk is faster if it gets several requests at once
@@ -40,15 +43,13 @@ def allocate(model: Module, device: torch.device) -> Tensors:
     Return them and the buffers by their names in the base model. A name has several tensors if PEFT
     has copied the weight (`modules_to_save`). A tied weight has several names.
     """
-    targets = {}
-    for name, buffer in model.named_buffers():
-        targets[name_in_base_model(name)] = [buffer]
+    targets = {name_in_base_model(name): [buffer] for name, buffer in model.named_buffers()}
     allocated = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta:
             check_sharding(parameter)
             real = Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, real)
+            swap_tensors(parameter, real)
             allocated.add(parameter)
         if parameter in allocated:
             targets.setdefault(name_in_base_model(name), []).append(parameter)
@@ -57,13 +58,14 @@ def allocate(model: Module, device: torch.device) -> Tensors:
 
 def check_sharding(parameter: Tensor) -> None:
     """Raise a LoadError if a parameter is sharded, but not by FSDP2 over all ranks."""
-    if isinstance(parameter, DTensor):
-        is_fsdp = parameter.placements in FSDP_PLACEMENTS
-        if not is_fsdp or parameter.device_mesh.size() != dist.get_world_size():
-            raise LoadError(
-                f"{parameter.placements} is not supported. Use full or hybrid sharding, without "
-                f"other parallelism."
-            )
+    if isinstance(parameter, DTensor) and (
+        parameter.placements not in FSDP_PLACEMENTS
+        or parameter.device_mesh.size() != dist.get_world_size()
+    ):
+        raise LoadError(
+            f"{parameter.placements} is not supported. Use full or hybrid sharding, without other "
+            f"parallelism."
+        )
 
 
 def own_rows(target: Tensor) -> slice | EllipsisType:
@@ -73,29 +75,22 @@ def own_rows(target: Tensor) -> slice | EllipsisType:
     mesh = target.device_mesh
     rows_per_rank = -(-len(target) // mesh.shape[-1])
     start = rows_per_rank * mesh.get_local_rank(mesh.ndim - 1)
-    return slice(start, start + len(shard_of(target)))
-
-
-def shard_of(target: Tensor) -> Tensor:
-    """Return this rank's rows of a weight. They share memory with the weight."""
-    local = target.to_local() if isinstance(target, DTensor) else target
-    return local.detach()
+    return slice(start, start + len(local_part(target)))
 
 
 @dataclass
 class Transfer:
     """What this rank still has to do to copy one weight from rank 0 into its shard."""
 
-    works: Sequence[dist.Work] = ()
-    memory: Tensor | None = None  # what is sent or received; must stay alive until then
-    shard: Tensor | None = None  # if rows are received: where they belong
+    works: Sequence[dist.Work]
+    rows: Tensor  # this rank's; on rank 0, they keep the weight alive while it is sent
+    shard: Tensor  # where the rows belong
 
     def finish(self) -> None:
         """Wait until this rank's shard is filled and its sends are complete. Not a collective."""
         for work in self.works:
             work.wait()
-        if self.shard is not None and self.memory is not None:
-            self.shard.copy_(self.memory)  # does nothing if they were received in place
+        self.shard.copy_(self.rows)  # does nothing if they were received in place
 
 
 def start_transfer(
@@ -108,43 +103,30 @@ def start_transfer(
 
     `full` is the weight on rank 0 and None on the other ranks. `dtype` and `device` are its own.
     """
-    shard = shard_of(target)
+    shard = local_part(target)
     if not isinstance(target, DTensor):  # all ranks get all rows
         if full is None:
             full = torch.empty(target.shape, dtype=dtype, device=device)
         dist.broadcast(full, 0)
-        shard.copy_(full)
-        return Transfer()
+        return Transfer([], full, shard)
     mesh = target.device_mesh
     ranks = mesh.mesh.flatten()[: mesh.shape[-1]].tolist()  # the first replica, rank 0 first
+    operations = []
+    # A rank without rows, or of another replica, which gets its rows at the end, does nothing.
+    rows = shard
     if full is not None:
-        return send_rows(full, shard, ranks)
-    if dist.get_rank() in ranks and len(shard):
-        return receive_rows(shard, dtype, device)
-    # This rank has no rows, or it belongs to another replica, which gets its rows at the end.
-    return Transfer()
-
-
-def send_rows(full: Tensor, shard: Tensor, ranks: list[int]) -> Transfer:
-    """Send a weight's rows from rank 0 to the other `ranks`, divided as by `fully_shard`."""
-    parts = full.chunk(len(ranks))
-    sends = [
-        dist.P2POp(dist.isend, rows, rank)
-        for rank, rows in zip(ranks, parts, strict=False)  # the last ranks may have no rows
-        if rank != 0 and len(rows)
-    ]
-    works = dist.batch_isend_irecv(sends) if sends else []
-    shard.copy_(parts[0])  # while the other ranks receive their rows
-    return Transfer(works, full)
-
-
-def receive_rows(shard: Tensor, dtype: torch.dtype, device: torch.device) -> Transfer:
-    """Receive this rank's rows from rank 0, in place if possible."""
-    received = shard
-    if shard.dtype != dtype or shard.device != device:
-        received = torch.empty(shard.shape, dtype=dtype, device=device)
-    works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, 0)])
-    return Transfer(works, received, shard)
+        rows, *others = full.chunk(len(ranks))  # divided as by `fully_shard`
+        operations = [
+            dist.P2POp(dist.isend, part, rank)
+            for rank, part in zip(ranks[1:], others, strict=False)  # the last ones may have no rows
+            if len(part)
+        ]
+    elif dist.get_rank() in ranks and len(shard):
+        if shard.dtype != dtype or shard.device != device:
+            rows = torch.empty(shard.shape, dtype=dtype, device=device)
+        operations = [dist.P2POp(dist.irecv, rows, 0)]
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return Transfer(works, rows, shard)
 
 
 @dataclass
@@ -168,11 +150,14 @@ class Reader:
             return self.targets[name][0].dtype
         return entry.dtype
 
+    @torch.no_grad()  # grad mode is per thread
     def read(self, entry: Entry) -> Weights:
         """Return an entry's weights on the device as {name: tensor}."""
+        names = self.names_of(entry)
         try:
             if self.error is None:
-                return self._read(entry)
+                values = self.checkpoint.read(entry, self.model)
+                return {name: self._prepare(entry, name, values[name]) for name in names}
         except Exception as error:
             self.error = LoadError(f"{entry.name}: {describe(error)}")
         return {
@@ -181,13 +166,8 @@ class Reader:
                 dtype=self.dtype_of(entry, name),
                 device=self.device,
             )
-            for name in self.names_of(entry)
+            for name in names
         }
-
-    @torch.no_grad()  # grad mode is per thread
-    def _read(self, entry: Entry) -> Weights:
-        values = self.checkpoint.read(entry, self.model)
-        return {name: self._prepare(entry, name, values[name]) for name in self.names_of(entry)}
 
     def _prepare(
         self,
@@ -213,10 +193,8 @@ def read_ahead(reader: Reader, entries: Sequence[Entry]) -> Iterator[Weights]:
     pending: deque[tuple[int, Future[Weights]]] = deque()
 
     def is_full() -> bool:
-        if len(pending) < 2:
-            return False
         num_bytes = sum(size for size, _ in pending)
-        return len(pending) > NUM_READERS or num_bytes > READ_AHEAD_BYTES
+        return len(pending) > NUM_READERS or (len(pending) > 1 and num_bytes > READ_AHEAD_BYTES)
 
     with ThreadPoolExecutor(NUM_READERS, "weights-reading") as pool:
         for entry in entries:
@@ -271,7 +249,7 @@ def fill_directly(
     with distributed.agreed():
         for entry in entries:
             for target in targets.get(entry.name, ()):
-                shard = shard_of(target)
+                shard = local_part(target)
                 if shard.numel():
                     shard.copy_(checkpoint.read_rows(entry, own_rows(target)))
 
@@ -279,7 +257,6 @@ def fill_directly(
 @torch.no_grad()
 def copy_to_replicas(targets: Tensors) -> None:
     """Under hybrid sharding, copy the shards of the first replica to the others. Collective."""
-    all_tensors = [target for tensors in targets.values() for target in tensors]
-    for target in dict.fromkeys(all_tensors):  # tied weights only once
+    for target in itertools.chain(*targets.values()):
         if isinstance(target, DTensor) and target.device_mesh.ndim > 1:
             dist.broadcast(target.to_local(), group=target.device_mesh.get_group(0), group_src=0)

@@ -2,15 +2,16 @@
 
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from torch.nn import Module
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_fsdp_recipes import distributed
@@ -107,8 +108,7 @@ class MetricsCallback(TrainerCallback):
         If the warm-up ends between two logged steps, discard what was measured so far.
         """
         self._end_phase("data")
-        is_warm_now = state.global_step == self._warm_at_step
-        if is_warm_now and state.global_step > self._logged_step:
+        if self._logged_step < state.global_step == self._warm_at_step:
             self._begin_interval(state)
 
     def on_substep_end(self, *_: object, **kwargs: object) -> None:
@@ -152,12 +152,10 @@ class MetricsCallback(TrainerCallback):
         entry: Entry = {
             name: value for name, value in logs.items() if isinstance(value, int | float)
         }
-        entry |= {"step": state.global_step, "epoch": state.epoch}
+        entry["step"] = state.global_step
         if "loss" in logs:
             entry |= self._measure(state)
-            for name in LOGGED:
-                if name in entry:
-                    logs[name] = entry[name]
+            logs |= {name: entry[name] for name in LOGGED if name in entry}
             for name, key in LOGGED_MEMORY.items():
                 largest = max(entry[key])
                 if largest:
@@ -190,7 +188,7 @@ class MetricsCallback(TrainerCallback):
         """Start the interval that the next entry of metrics.jsonl covers."""
         self._logged_step = state.global_step
         self._host_bytes = 0
-        self._phase_began_at = time.perf_counter()
+        self._phase_began_at = perf_counter()
         # {phase: seconds since the last logged step}
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._counts.zero_()
@@ -198,7 +196,7 @@ class MetricsCallback(TrainerCallback):
     def _end_phase(self, phase: str) -> None:
         """End a phase. Its time grows by the host time since the previous phase ended."""
         if self._is_running:
-            now = time.perf_counter()
+            now = perf_counter()
             self._seconds[phase] += now - self._phase_began_at
             self._phase_began_at = now
 
@@ -234,7 +232,7 @@ class MetricsCallback(TrainerCallback):
 
     def _count_batch(
         self,
-        module: torch.nn.Module,
+        module: Module,
         args: object,
         kwargs: dict[str, Any],
     ) -> None:
@@ -245,14 +243,12 @@ class MetricsCallback(TrainerCallback):
     def _append(self, entry: Entry) -> None:
         # The first entry starts the file. So a run that is refused before its first step does not
         # change an earlier file.
-        if not distributed.is_main():
-            return
-        if self._start:
+        if distributed.is_main():
             with self._errors_as_warnings():
-                metrics_file.begin(self._file, self._start)
-            self._start = None
-        with self._errors_as_warnings():
-            metrics_file.append(self._file, entry)
+                if self._start:
+                    metrics_file.begin(self._file, self._start)
+                    self._start = None
+                metrics_file.append(self._file, entry)
 
     @contextmanager
     def _errors_as_warnings(self) -> Iterator[None]:
@@ -271,7 +267,7 @@ class MetricsCallback(TrainerCallback):
 def _describe_run(
     args: TrainingArguments,
     state: TrainerState,
-    model: torch.nn.Module,
+    model: Module,
 ) -> Entry:
     """Return the entry that is written to metrics.jsonl each time the run starts or resumes."""
     config = getattr(model, "config", None)
@@ -280,16 +276,14 @@ def _describe_run(
     if precision == "no":
         precision = str(next(model.parameters()).dtype)
     device_module = torch.get_device_module(args.device)
-    device = args.device.type
-    if hasattr(device_module, "get_device_name"):
-        device = device_module.get_device_name()
+    get_device_name = getattr(device_module, "get_device_name", lambda: args.device.type)
     return {
         "run": args.run_name or _name_run(args, model_name),
         "model": model_name,
         "from_step": state.global_step,
         "max_steps": state.max_steps,
         "num_ranks": distributed.world_size(),
-        "device": device,
+        "device": get_device_name(),
         "dtype": PRECISIONS.get(precision, precision).removeprefix("torch."),
         "batch_per_device": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
@@ -301,11 +295,10 @@ def _name_run(args: TrainingArguments, model_name: str) -> str:
 
     The format is from AMD's article on FSDP with ROCm.
     """
-    date = f"{datetime.now():%Y%m%d-%H%M}"
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_nodes = distributed.world_size() // per_node
-    length = f"{args.num_train_epochs:g}"
-    if args.max_steps > 0:
-        length = f"{args.max_steps}steps"
-    batch = args.per_device_train_batch_size
-    return f"fsdp_training_{date}_{model_name}_{num_nodes}_{per_node}_{length}_{batch}"
+    length = f"{args.max_steps}steps" if args.max_steps > 0 else f"{args.num_train_epochs:g}"
+    return (
+        f"fsdp_training_{datetime.now():%Y%m%d-%H%M}_{model_name}_{num_nodes}_{per_node}_{length}_"
+        f"{args.per_device_train_batch_size}"
+    )

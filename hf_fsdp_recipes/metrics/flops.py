@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 # Dense peaks in TFLOP/s for bfloat16 and float16, from the vendors' data sheets and white papers.
@@ -134,7 +134,7 @@ def _count_matmuls(model: PreTrainedModel) -> tuple[int, int]:
     return num_matmul, num_trained
 
 
-def count_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
+def count_tokens(inputs: Mapping[str, Any]) -> Tensor:
     """Count a batch's tokens, excluding padding, without waiting for the device.
 
     Args:
@@ -147,9 +147,9 @@ def count_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
     """
     mask = inputs.get("attention_mask")
     positions = inputs.get("position_ids")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+    if isinstance(mask, Tensor) and mask.ndim == 2:
         lengths = mask.sum(dim=-1)
-    elif isinstance(positions, torch.Tensor) and positions.ndim == 2:
+    elif isinstance(positions, Tensor) and positions.ndim == 2:
         following = nn.functional.pad(positions[:, 1:], (0, 1))
         is_token = ((positions != 0) | (following != 0)).long()
         # The host does not know the lengths n. So n * n is summed as 1 + 3 + 5 + ... + (2 n - 1).

@@ -2,25 +2,17 @@
 
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
-
-
-class CgroupNames(NamedTuple):
-    """Names that differ between the versions of cgroups."""
-
-    limit_files: tuple[str, ...]
-    usage_file: str
-    prefix: str  # of the fields in memory.stat
-
-
-CGROUP_V1 = CgroupNames(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
-CGROUP_V2 = CgroupNames(("memory.max", "memory.high"), "memory.current", "")
-
+# (file of a limit, file of the usage, prefix of the fields in memory.stat)
+LIMITS = (
+    ("memory.max", "memory.current", ""),
+    ("memory.high", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),  # cgroups of version 1
+)
 # {name in metrics.jsonl: name of a function in the device's module, such as torch.cuda}
 COUNTERS = {
     "device_valley_bytes": "memory_allocated",
@@ -52,32 +44,31 @@ def available_host_bytes() -> int:
         for line in memberships.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
-                left += read_cgroups(CGROUPS, path, CGROUP_V2)
+                left += read_cgroups(CGROUPS, path)
             elif "memory" in controllers.split(","):
-                left += read_cgroups(CGROUPS / "memory", path, CGROUP_V1)
+                left += read_cgroups(CGROUPS / "memory", path)
     return min(left)
 
 
-def read_cgroups(root: Path, path: str, names: CgroupNames) -> list[int]:
+def read_cgroups(root: Path, path: str) -> list[int]:
     """Return what is left in a cgroup and in each cgroup around it. Pages of files count as left.
 
     Args:
         root: the directory of all cgroups.
         path: the cgroup's path in it, as in /proc/self/cgroup.
-        names: those of the cgroups' version.
     """
     left = []
     directory = root / path.lstrip("/")
     while directory.is_relative_to(root):
-        for limit_file in names.limit_files:
+        for limit_file, usage_file, prefix in LIMITS:
             # Without a limit, the file is missing or has the word "max".
             with suppress(OSError, ValueError):
                 limit = int((directory / limit_file).read_text())
-                usage = int((directory / names.usage_file).read_text())
-                text = (directory / "memory.stat").read_text()
-                stat = dict(line.split() for line in text.splitlines())
+                usage = int((directory / usage_file).read_text())
+                with (directory / "memory.stat").open() as lines:
+                    stat = dict(line.split() for line in lines)
                 for kind in ("active_file", "inactive_file"):
-                    usage -= int(stat.get(f"{names.prefix}{kind}", 0))
+                    usage -= int(stat.get(f"{prefix}{kind}", 0))
                 left.append(limit - usage)
         directory = directory.parent
     return left
@@ -90,9 +81,7 @@ def pop_device_bytes(device: torch.device) -> dict[str, int]:
     memory, as on CPU ranks.
     """
     module = torch.get_device_module(device)
-    counts = {}
-    for name, counter in COUNTERS.items():
-        counts[name] = getattr(module, counter)() if hasattr(module, counter) else 0
+    counts = {name: getattr(module, counter, lambda: 0)() for name, counter in COUNTERS.items()}
     if hasattr(module, "reset_peak_memory_stats"):
         module.reset_peak_memory_stats()
     return counts

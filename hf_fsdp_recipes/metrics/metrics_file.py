@@ -1,10 +1,10 @@
 """Reads and writes metrics.jsonl. Each line is an entry, stored as a JSON object."""
 
 import json
-import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
@@ -19,6 +19,7 @@ PHASES = (
 NOT_TRAINING = ("save", "evaluation")  # phases that throughput excludes
 
 Entry = dict[str, Any]
+Entries = Sequence[Entry]
 
 
 def read_metrics(path: Path) -> list[Entry]:
@@ -46,9 +47,8 @@ def begin(path: Path, start: Entry) -> None:
     from_step = start["from_step"]
     if from_step:
         entries = [entry for entry in read_metrics(path) if entry.get("step", 0) <= from_step]
-    entries.append(start)
     part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    part.write_text("".join(json.dumps(entry) + "\n" for entry in [*entries, start]))
     part.replace(path)
 
 
@@ -58,7 +58,7 @@ def append(path: Path, entry: Entry) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
-def average(steps: Sequence[Entry], rate: str) -> float | None:
+def average(steps: Entries, rate: str) -> float | None:
     """Return the mean of a rate over the steps after the warm-up, weighted by their time.
 
     Return None if there are no such steps.
@@ -67,4 +67,4 @@ def average(steps: Sequence[Entry], rate: str) -> float | None:
     if not measured:
         return None
     seconds = [step["step_seconds"] * step["num_steps"] for step in measured]
-    return statistics.fmean([step[rate] for step in measured], weights=seconds)
+    return fmean([step[rate] for step in measured], weights=seconds)

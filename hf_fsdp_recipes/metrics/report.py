@@ -3,14 +3,21 @@
 This also works while the run is going.
 """
 
-import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes.errors import ToolError, describe
-from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, PHASES, Entry, average, read_metrics
+from hf_fsdp_recipes.metrics.metrics_file import (
+    METRICS_FILE,
+    PHASES,
+    Entries,
+    Entry,
+    average,
+    read_metrics,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +31,10 @@ MEMORY = {
     "device memory allocated between steps (valley)": "device_valley_bytes",
     "device memory reserved, peak": "device_reserved_peak_bytes",
 }
+# Templates that an entry fills.
+RANKS = "{num_ranks} x {device}, {dtype}"
+BATCH = "{batch_per_device} x {num_ranks} ranks x {gradient_accumulation_steps} accumulated"
+LOGGED_STEP = "{step:>8} {loss:>10.4f} {step_seconds:>10.3f}"
 # {title of a plot: {name of a value or phase: its label}}
 PLOTS = {
     "Loss, nats per token": {
@@ -55,8 +66,8 @@ def write_report(output_dir: Path) -> Path:
         )
     starts = [entry for entry in entries if "run" in entry]
     steps = [entry for entry in entries if "loss" in entry]
-    run = str(starts[-1]["run"]) if starts else output_dir.name
     try:
+        run = str(starts[-1]["run"])
         rows = [*_run_rows(entries, starts), *_step_rows(steps)]
         (output_dir / f"{Path(run).name}.txt").write_text(_format_log(rows, steps))
         draw(entries).savefig(output_dir / "report.png")
@@ -72,47 +83,39 @@ def write_report(output_dir: Path) -> Path:
     return report
 
 
-def _run_rows(entries: Sequence[Entry], starts: Sequence[Entry]) -> Iterator[Row]:
+def _run_rows(entries: Entries, starts: Entries) -> Iterator[Row]:
     """Yield the rows about the whole run.
 
     `starts` are those of the `entries` that were written when the run started or resumed.
     """
+    start = starts[-1]
     last_step = max(entry.get("step", 0) for entry in entries)
-    if starts:
-        start = starts[-1]
-        yield "steps", f"{last_step:,} of {start['max_steps']:,}"
-        resumed = [str(start["from_step"]) for start in starts if start["from_step"]]
-        if resumed:
-            yield "resumed from step", ", ".join(resumed)
-        batch = start["batch_per_device"]
-        ranks = start["num_ranks"]
-        accumulated = start["gradient_accumulation_steps"]
-        total = batch * ranks * accumulated
-        yield "model", start["model"]
-        yield "ranks", f"{ranks} x {start['device']}, {start['dtype']}"
-        yield "batch size", f"{total:,} = {batch} x {ranks} ranks x {accumulated} accumulated"
-        if "no_mfu" in start:
-            yield "MFU", f"n/a ({start['no_mfu']})"
-    else:
-        yield "steps", f"{last_step:,}"
+    yield "steps", f"{last_step:,} of {start['max_steps']:,}"
+    resumed = [str(start["from_step"]) for start in starts if start["from_step"]]
+    if resumed:
+        yield "resumed from step", ", ".join(resumed)
+    yield "model", start["model"]
+    yield "ranks", RANKS.format_map(start)
+    total = start["batch_per_device"] * start["num_ranks"] * start["gradient_accumulation_steps"]
+    yield "batch size", f"{total:,} = {BATCH.format_map(start)}"
+    if "no_mfu" in start:
+        yield "MFU", f"n/a ({start['no_mfu']})"
     losses = [entry["eval_loss"] for entry in entries if "eval_loss" in entry]
     if losses:
         yield "evaluation loss, last", f"{losses[-1]:.4f}"
 
 
-def _step_rows(steps: Sequence[Entry]) -> Iterator[Row]:
+def _step_rows(steps: Entries) -> Iterator[Row]:
     """Yield the rows about the logged steps, or nothing if there are none."""
     if not steps:
         return
     losses = [step["loss"] for step in steps]
     edge = min(5, len(losses))
-    first = statistics.mean(losses[:edge])
-    last = statistics.mean(losses[-edge:])
-    yield f"training loss, mean of the first {edge} logged steps", f"{first:.4f}"
-    yield f"training loss, mean of the last {edge} logged steps", f"{last:.4f}"
+    yield f"training loss, mean of the first {edge} logged steps", f"{mean(losses[:edge]):.4f}"
+    yield f"training loss, mean of the last {edge} logged steps", f"{mean(losses[-edge:]):.4f}"
     step_seconds = [step["step_seconds"] for step in steps if not step.get("is_warmup")]
     if step_seconds:
-        yield "step time, median", f"{statistics.median(step_seconds):.3f} s"
+        yield "step time, median", f"{median(step_seconds):.3f} s"
     rate = average(steps, "tokens_per_second")
     if rate:
         per_rank = average(steps, "tokens_per_second_per_device")
@@ -126,11 +129,11 @@ def _step_rows(steps: Sequence[Entry]) -> Iterator[Row]:
             yield f"{name}, largest rank", f"{largest / 1e9:,.2f} GB"
     seconds = {phase: sum(step["seconds"][phase] for step in steps) for phase in PHASES}
     total = sum(seconds.values())
-    for phase in PHASES:
-        yield f"share of the time: {phase}", f"{seconds[phase] / total:.1%}"
+    for phase, spent in seconds.items():
+        yield f"share of the time: {phase}", f"{spent / total:.1%}"
 
 
-def _format_log(rows: Sequence[Row], steps: Sequence[Entry]) -> str:
+def _format_log(rows: Sequence[Row], steps: Entries) -> str:
     """Return the log: name/value pairs, then one line per logged step.
 
     The format is from AMD's article on FSDP with ROCm.
@@ -139,14 +142,11 @@ def _format_log(rows: Sequence[Row], steps: Sequence[Entry]) -> str:
     lines += ["", "    step       loss    seconds  peak memory, largest rank"]
     for step in steps:
         peak_bytes = max(step["device_peak_bytes"]) or max(step["host_bytes"])
-        lines.append(
-            f"{step['step']:>8} {step['loss']:>10.4f} {step['step_seconds']:>10.3f} "
-            f"{peak_bytes / 1e9:>23.2f} GB"
-        )
+        lines.append(f"{LOGGED_STEP.format_map(step)} {peak_bytes / 1e9:>23.2f} GB")
     return "\n".join(lines) + "\n"
 
 
-def draw(entries: Sequence[Entry]) -> "Figure":
+def draw(entries: Entries) -> "Figure":
     """Return a figure with loss, throughput, seconds per phase, and memory.
 
     The x axis is the training step.
@@ -154,9 +154,8 @@ def draw(entries: Sequence[Entry]) -> "Figure":
     from matplotlib.figure import Figure  # slow to import, and only rank 0 draws
 
     figure = Figure(figsize=(8, 3 * len(PLOTS)), layout="constrained")
-    panels = figure.subplots(len(PLOTS))
-    for axes, (title, labels) in zip(panels, PLOTS.items(), strict=True):
-        for name, label in labels.items():
+    for axes, title in zip(figure.subplots(len(PLOTS)), PLOTS, strict=True):
+        for name, label in PLOTS[title].items():
             points = {}
             for entry in entries:
                 with suppress(KeyError):  # entries of other kinds lack this value
@@ -180,6 +179,5 @@ def style(axes: "Axes", title: str, x_label: str) -> None:
     """Set a panel's title, x label and grid. Let its y axis start at 0."""
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(x_label)
-    _, highest = axes.get_ylim()
-    axes.set_ylim(0, 1.05 * highest)
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     axes.grid(alpha=0.3)

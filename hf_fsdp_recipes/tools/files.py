@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Optional
 import yaml
 from typer import Argument, Context, Option, Typer
 
-from hf_fsdp_recipes.errors import ToolError
+from hf_fsdp_recipes.errors import ToolError, describe
 
 Kind = Literal["template", "recipe"]
 Settings = dict[str, Any]  # the mapping in a YAML file
@@ -31,9 +31,8 @@ def shipped_directory(kind: Kind) -> Path:
     """Return the directory of the shipped templates or recipes."""
     package = Path(__file__).resolve().parents[1]
     folder = FOLDERS[kind]
-    if (package / folder).is_dir():
-        return package / folder
-    return package.parent / folder
+    parent = package if (package / folder).is_dir() else package.parent
+    return parent / folder
 
 
 def shipped_files(kind: Kind) -> list[Path]:
@@ -41,10 +40,11 @@ def shipped_files(kind: Kind) -> list[Path]:
 
     Only YAML files that set output_dir count as recipes.
     """
-    files = sorted(shipped_directory(kind).glob("*.yaml"))
-    if kind == "recipe":
-        files = [file for file in files if "\noutput_dir:" in file.read_text()]
-    return files
+    return [
+        file
+        for file in sorted(shipped_directory(kind).glob("*.yaml"))
+        if kind == "template" or "\noutput_dir:" in file.read_text()
+    ]
 
 
 def find_file(kind: Kind, name: str) -> Path:
@@ -73,7 +73,7 @@ def read_yaml(file: Path) -> Settings:
     try:
         values = yaml.safe_load(file.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ToolError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+        raise ToolError(f"{file} cannot be read: {describe(error)}") from error
     if not isinstance(values, dict):
         raise ToolError(f"{file} is not a mapping of names to values.")
     return values
@@ -100,10 +100,7 @@ def make_app(kind: Kind) -> Typer:
         name: Annotated[Optional[str], Argument(help="A name; default: the directory.")] = None,
     ) -> None:
         """Print a file's path, for example for `accelerate launch --config_file`."""
-        if name:
-            print(find_file(kind, name))
-        else:
-            print(shipped_directory(kind))
+        print(find_file(kind, name) if name else shipped_directory(kind))
 
     return app
 
@@ -117,16 +114,17 @@ def copy(name: Name) -> None:
             if isinstance(value, str) and (recipe.parent / value).is_file():
                 sources[value] = recipe.parent / value
     sources["launch.slurm"] = shipped_directory("recipe") / "launch.slurm"
-    existing = [target for target in sources if Path(target).exists()]
     changed = [
-        target for target in existing if not filecmp.cmp(target, sources[target], shallow=False)
+        target
+        for target, source in sources.items()
+        if Path(target).exists() and not filecmp.cmp(target, source, shallow=False)
     ]
     if changed:
         raise ToolError(
             f"{', '.join(changed)} exists here already. Move it, or use another directory."
         )
     for target, source in sources.items():
-        if target in existing:
+        if Path(target).exists():
             print(f"kept {target}")
         else:
             Path(target).parent.mkdir(parents=True, exist_ok=True)

@@ -5,10 +5,12 @@ AMD's article on FSDP with ROCm does the same.
 
 import math
 import re
-import statistics
-import textwrap
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
+from statistics import median
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Context, Option
@@ -19,7 +21,6 @@ from hf_fsdp_recipes.tools.files import find_file
 from hf_fsdp_recipes.tools.launch import find_error, run_recipe
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FINISHED = "finished"
@@ -86,11 +87,9 @@ def sweep(
         )
     templates = [find_file("template", name) for name in accelerate_config]
     for template in templates:
-        for ranks in sorted(set(num_processes)):
+        for ranks in sorted(num_processes):
             case = output_dir / f"{template.stem}_{ranks}ranks"
             case.mkdir(parents=True, exist_ok=True)
-            log = case / "log.txt"
-            log.unlink(missing_ok=True)
             (case / METRICS_FILE).unlink(missing_ok=True)
             arguments = [
                 *MEASURE_ONLY.split(),
@@ -98,7 +97,8 @@ def sweep(
                 f"--num_processes={ranks}",
                 f"--output_dir={case}",
             ]
-            run_recipe(template, arguments, log, on_cpu=not torch.accelerator.is_available())
+            on_cpu = not torch.accelerator.is_available()
+            run_recipe(template, arguments, case / "log.txt", on_cpu=on_cpu)
             print(f"{case.name}: {find_status(case)}", flush=True)
     print(write_table(output_dir))
 
@@ -109,26 +109,22 @@ def find_status(case: Path) -> str:
     It is "finished", "OOM", "not run", or "failed: " and the reason.
     """
     entries = read_metrics(case / METRICS_FILE)
-    num_done = 0
-    num_steps = 0
-    ended_at = None
+    latest: Entry = {"step": 0, "max_steps": 0, "ended_at_step": None}
     for entry in entries:
-        num_done = entry.get("step", num_done)
-        num_steps = entry.get("max_steps", num_steps)
-        ended_at = entry.get("ended_at_step", ended_at)
-    if ended_at == num_steps:
+        latest |= entry
+    if latest["ended_at_step"] == latest["max_steps"]:
         return FINISHED
-    files = [*case.glob("*log*"), *sorted((case / "logs").rglob("*"))]
-    log = "\n".join(file.read_text(errors="replace") for file in files if file.is_file())
+    files = filter(Path.is_file, sorted(case.rglob("*log*")))
+    log = "\n".join(file.read_text(errors="replace") for file in files)
     if OUT_OF_MEMORY_MESSAGE.search(log):
         return OUT_OF_MEMORY
     error = find_error(log)
     if error:
-        return f"failed: {textwrap.shorten(error, 160, placeholder='...')}"
+        return f"failed: {shorten(error, 160, placeholder='...')}"
     if re.search(r"exitcode *: -9", log):
         return "failed: a rank was killed (SIGKILL), usually for lack of host memory"
     if log or entries:
-        return f"failed: {num_done} of {num_steps} steps; it may still be running"
+        return f"failed: {latest['step']} of {latest['max_steps']} steps; it may still be running"
     return "not run"
 
 
@@ -146,8 +142,12 @@ def read_measurements(case: Path) -> dict[str, float]:
     steps = [entry for entry in entries if "loss" in entry and not entry.get("is_warmup")]
     if not steps:
         return {}
-    step_seconds = statistics.median(step["step_seconds"] for step in steps)
-    measured = {"gigabytes": _peak_bytes(steps) / 1e9, "step_seconds": step_seconds}
+    step_seconds = median(step["step_seconds"] for step in steps)
+    measured = {"step_seconds": step_seconds}
+    for kind in ("host_bytes", "device_peak_bytes", "device_reserved_peak_bytes"):
+        peak = max(max(step[kind]) for step in steps)
+        if peak:  # CPU ranks have no memory of a device
+            measured["gigabytes"] = peak / 1e9
     for name in ("tokens_per_second", "tokens_per_second_per_device", "mfu"):
         rate = average(steps, name)
         if rate is not None:
@@ -158,15 +158,6 @@ def read_measurements(case: Path) -> dict[str, float]:
             num_steps = math.ceil(start["num_rows"] / (rows_of_rank * start["num_ranks"]))
             measured["epoch_seconds"] = num_steps * step_seconds
     return measured
-
-
-def _peak_bytes(steps: Sequence[Entry]) -> int:
-    """Return the largest rank's memory. The devices' memory counts if there are any."""
-    for kind in ("device_reserved_peak_bytes", "device_peak_bytes", "host_bytes"):
-        peak = max(max(step[kind]) for step in steps)
-        if peak:
-            return peak
-    return 0
 
 
 def write_table(output_dir: Path) -> str:
@@ -184,17 +175,18 @@ def write_table(output_dir: Path) -> str:
         )
     titles = ["template", "ranks", *(title for title, _ in COLUMNS.values())]
     lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
-    failures = []
     for result in results:
         cells = [result.template, str(result.ranks)]
         for name, (_, number) in COLUMNS.items():
             cells.append(number.format(result.measured[name]) if name in result.measured else "-")
-        kind, _, reason = result.status.partition(": ")
         if not result.measured:
-            cells[2] = kind
-        if reason:
-            failures.append(f"- {result.template} on {result.ranks}: {result.status}")
+            cells[2] = result.status.partition(":")[0]
         lines.append(f"| {' | '.join(cells)} |")
+    failures = [
+        f"- {result.template} on {result.ranks}: {result.status}"
+        for result in results
+        if ":" in result.status
+    ]
     lines += ["", *failures, "", EXPLANATION, "", "![scaling](sweep.png)", ""]
     draw(results).savefig(output_dir / "sweep.png")
     table = "\n".join(lines)
@@ -209,42 +201,33 @@ def draw(results: Sequence[Result]) -> "Figure":
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 12), layout="constrained")
-    for axes, name in zip(figure.subplots(3, 2).flat, COLUMNS, strict=True):
-        draw_panel(axes, name, results)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    return figure
-
-
-def draw_panel(axes: "Axes", name: str, results: Sequence[Result]) -> None:
-    """Plot one of COLUMNS."""
     from hf_fsdp_recipes.metrics.report import style
 
-    for template in dict.fromkeys(result.template for result in results):
-        values = {
-            result.ranks: result.measured[name]
-            for result in results
-            if result.template == template and name in result.measured
-        }
-        axes.plot(list(values), list(values.values()), "o-", label=template)
+    figure = Figure(figsize=(11, 12), layout="constrained")
     counts = sorted({result.ranks for result in results})
-    for count in counts:
-        lost = [
-            result.template
-            for result in results
-            if result.ranks == count and result.status == OUT_OF_MEMORY
-        ]
-        if lost:
-            axes.annotate(
-                f"OOM: {', '.join(lost)}",
-                (count, 0.95),
-                xycoords=("data", "axes fraction"),
-                rotation=90,
-                va="top",
-                ha="center",
-            )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, map(str, counts))
-    axes.set_xlim(counts[0] / 1.3, counts[-1] * 1.3)
-    title, _ = COLUMNS[name]
-    style(axes, title, "ranks")
+    for axes, name in zip(figure.subplots(3, 2).flat, COLUMNS, strict=True):
+        for template, cases in groupby(results, attrgetter("template")):
+            values = {case.ranks: case.measured[name] for case in cases if name in case.measured}
+            axes.plot(list(values), list(values.values()), "o-", label=template)
+        for ranks in counts:
+            lost = [
+                case.template
+                for case in results
+                if case.ranks == ranks and case.status == OUT_OF_MEMORY
+            ]
+            if lost:
+                axes.text(
+                    ranks,
+                    0.95,  # of the panel's height
+                    f"OOM: {', '.join(lost)}",
+                    transform=axes.get_xaxis_transform(),
+                    rotation=90,
+                    va="top",
+                    ha="center",
+                )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, map(str, counts))
+        axes.set_xlim(counts[0] / 1.3, counts[-1] * 1.3)
+        style(axes, COLUMNS[name][0], "ranks")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure

@@ -174,16 +174,16 @@ def on(trainer, event, action):
 
 def before_writing(fragment, action):
     """Call `action` before this rank writes a sharded file whose path contains `fragment`."""
-    from hf_fsdp_recipes.checkpointing.hashing import _HashingFileSystem
+    from hf_fsdp_recipes.checkpointing.hashing import HashingFileSystem
 
-    create_stream = _HashingFileSystem.create_stream
+    create_stream = HashingFileSystem.create_stream
 
     def act(self, path, mode):
         if fragment in str(path):
             action()
         return create_stream(self, path, mode)
 
-    _HashingFileSystem.create_stream = act
+    HashingFileSystem.create_stream = act
 
 
 def collect_warnings():

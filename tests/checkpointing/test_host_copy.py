@@ -9,6 +9,7 @@ import torch
 
 from hf_fsdp_recipes.checkpointing import host_copy
 from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, Originals
+from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.metrics import memory
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -72,7 +73,7 @@ def assert_equal(found, expected):
 
 def test_a_copy_is_the_state_at_that_moment_and_the_next_one_uses_its_memory():
     state, copied = make_state(), HostCopy(1)
-    assert copied.find_obstacle(Originals(state)) is None
+    copied.check(Originals(state))
     expected = copy.deepcopy(state)
     first = copied.take(Originals(state))
     change(state)
@@ -106,36 +107,27 @@ class Wrapped(torch.Tensor):
 
 def test_a_tensor_with_memory_of_its_own_kind_is_an_obstacle():
     state = {"model": {"weight": Wrapped(torch.ones(3))}}
-    assert (
-        HostCopy(1).find_obstacle(Originals(state))
-        == "model.weight is a Wrapped, which has no memory of its own"
-    )
+    with pytest.raises(CheckpointError, match=r"^model\.weight is a Wrapped, which has no mem"):
+        HostCopy(1).check(Originals(state))
 
 
-@pytest.mark.parametrize("num_ranks, is_enough", [(1, True), (4, False)])
-def test_too_little_memory_for_all_ranks_of_a_node_is_an_obstacle(
-    monkeypatch, num_ranks, is_enough
-):
+def test_too_little_memory_for_all_ranks_of_a_node_is_an_obstacle(monkeypatch):
     monkeypatch.setattr(host_copy, "available_host_bytes", lambda: 12_000_000)
-    obstacle = HostCopy(num_ranks).find_obstacle(Originals({"weight": torch.ones(1_000_000)}))
-    assert (obstacle is None) == is_enough
-    assert is_enough or "need 0.0 GB" in obstacle
+    originals = Originals({"weight": torch.ones(1_000_000)})
+    HostCopy(1).check(originals)
+    with pytest.raises(CheckpointError, match=r"need 0\.0 GB"):
+        HostCopy(4).check(originals)
 
 
-@pytest.mark.parametrize(
-    "line, root, names",
-    [("0::/job/step", "", memory.CGROUP_V2), ("4:memory:/job/step", "memory", memory.CGROUP_V1)],
-    ids=["version 2", "version 1"],
-)
-def test_available_memory_is_that_of_the_tightest_cgroup(monkeypatch, tmp_path, line, root, names):
-    [limit_file, *_], usage_file, prefix = names
-    job = tmp_path / root / "job"
+@pytest.mark.parametrize(("limit_file", "usage_file", "prefix"), memory.LIMITS)
+def test_available_memory_is_that_of_the_tightest_cgroup(tmp_path, limit_file, usage_file, prefix):
+    job = tmp_path / "job"
     (job / "step").mkdir(parents=True)
     (job / limit_file).write_text("1000000\n")
     (job / usage_file).write_text("700000\n")
     (job / "memory.stat").write_text(f"{prefix}active_file 100\n{prefix}inactive_file 23\nanon 7\n")
     (job / "step" / limit_file).write_text("max\n")
-    left = memory.read_cgroups(tmp_path / root, line.split(":")[2], names)
+    left = memory.read_cgroups(tmp_path, "/job/step")
     assert left == [1_000_000 - 700_000 + 123]
 
 

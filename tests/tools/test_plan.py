@@ -39,23 +39,24 @@ LORA = "--use_peft true --lora_target_modules all-linear --lora_r 4 --dtype bflo
 def measure(options="", template="full_shard", kind="llama", **changes):
     common = "--per_device_train_batch_size 1 --max_length 128 --gradient_accumulation_steps 1"
     job = read_job(None, template, shlex.split(f"{common} {options}"))
-    return measure_step(AutoConfig.for_model(kind, **(SIZES | changes)), job)
+    peak, _ = measure_step(AutoConfig.for_model(kind, **(SIZES | changes)), job)
+    return peak
 
 
 def total(options="", *rest, **changes):
-    return sum(measure(options, *rest, **changes).peak.values())
+    return sum(measure(options, *rest, **changes).values())
 
 
 def test_each_rank_holds_its_share_of_fp32_masters_and_adamw():
     for num_ranks in (2, 8):
-        peak = measure(f"--num_processes {num_ranks}").peak
+        peak = measure(f"--num_processes {num_ranks}")
         share = 4 * (NUM_LINEAR + NUM_ENDS + NUM_NORMS) / num_ranks
         assert peak["parameters"] == pytest.approx(share, rel=0.01)
         assert peak["optimizer state"] == pytest.approx(2 * share, rel=0.01)
 
 
 def test_hybrid_sharding_divides_by_the_ranks_of_a_node():
-    hybrid, full = measure(template="hybrid_shard").peak, measure("--num_processes 8").peak
+    hybrid, full = measure(template="hybrid_shard"), measure("--num_processes 8")
     assert hybrid["parameters"] == full["parameters"]
 
 
@@ -67,7 +68,7 @@ def test_shard_grad_op_keeps_the_layers_gathered():
 
 @pytest.mark.parametrize("options", ["", LORA])
 def test_offload_leaves_neither_shards_nor_state_on_the_gpu(options):
-    peak = measure(options, template="offload").peak
+    peak = measure(options, template="offload")
     assert "optimizer state" not in peak
     assert peak.get("parameters", 0) < 10_000
     assert sum(peak.values()) < total(options)
@@ -96,10 +97,10 @@ def test_a_head_that_the_frozen_base_does_not_keep_is_counted_once():
 
 def test_4_bit_weights_take_half_a_byte_and_scales_on_every_rank():
     nested, flat = (
-        measure(f"{LORA} --load_in_4bit true --use_bnb_nested_quant {on}").peak
+        measure(f"{LORA} --load_in_4bit true --use_bnb_nested_quant {on}")
         for on in ("true", "false")
     )
-    adapters = measure(LORA).peak["parameters"] - 2 * (NUM_LINEAR + NUM_ENDS + NUM_NORMS) / 8
+    adapters = measure(LORA)["parameters"] - 2 * (NUM_LINEAR + NUM_ENDS + NUM_NORMS) / 8
     # The adapters are in bf16 instead of float32.
     packed = NUM_LINEAR / 2 / 8 + 2 * (NUM_ENDS + NUM_NORMS) / 8 + adapters / 2
     assert flat["parameters"] == pytest.approx(packed + NUM_LINEAR / 16, rel=0.03)
@@ -146,7 +147,7 @@ def test_what_saves_memory_saves_it(less, more):
 def test_every_template_for_fsdp2_is_planned():
     for file in shipped_files("template"):
         if file.stem != "ddp":
-            assert measure(template=file.stem).peak["parameters"]
+            assert measure(template=file.stem)["parameters"]
 
 
 @pytest.fixture

@@ -15,7 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from hf_fsdp_recipes.cli import app
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.tools import preflight
 from hf_fsdp_recipes.tools.preflight import Node, check_nodes
@@ -34,11 +36,11 @@ def short_waits(monkeypatch):
 
 def make_node(rank, num_machines=2, pid=None, faults=(), **facts):
     facts = {"torch": "2.13"} | facts
-    return Node(rank, num_machines, facts, list(faults), f"host{rank}", pid or 100 + rank)
+    return Node(rank, f"host{rank}", pid or 100 + rank, num_machines, facts, list(faults))
 
 
 def check_together(nodes, *, address=LOCAL, port=None, directories=None, timeout=2.0):
-    """Return for each node the list of all nodes, or the message of its error."""
+    """Return for each node the hosts of all nodes, or the message of its error."""
     port = port or free_port()
 
     def check(node, directory):
@@ -56,7 +58,7 @@ def test_nodes_that_can_work_together_pass_and_leave_port_and_directory_as_they_
     nodes = [make_node(rank, 3) for rank in (2, 0, 1)]
     for _ in range(2):  # twice, because the job uses the port next
         results = check_together(nodes, port=port, directories=[directory] * 3)
-        assert results == [[nodes[1], nodes[2], nodes[0]]] * 3
+        assert results == [["host0", "host1", "host2"]] * 3
     assert list(directory.iterdir()) == []
 
 
@@ -151,9 +153,8 @@ def test_connections_that_are_no_nodes_are_ignored(report):
             try:
                 with socket.create_connection((LOCAL, port), 1) as connection:
                     if report is not None:
-                        peer = preflight.greet(connection, 1)
-                        peer.write(f"{report}\n".encode())
-                        peer.close()
+                        connection.sendall(f"{report}\n".encode())
+                        assert connection.recv(99).decode() == f"{preflight.GREETING}\n"
                 return
             except OSError:
                 time.sleep(0.02)
@@ -161,7 +162,7 @@ def test_connections_that_are_no_nodes_are_ignored(report):
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(check_together, nodes[:1], port=port)
         pool.submit(knock).result()
-        assert check_together(nodes[1:], port=port) == first.result() == [nodes]
+        assert check_together(nodes[1:], port=port) == first.result() == [["host0", "host1"]]
 
 
 # The output directory
@@ -210,6 +211,15 @@ def start(rank, port, *arguments, num_machines=2, **variables):
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+@pytest.mark.parametrize(("options", "ranks"), [([], 4), (["--num_processes", "6"], 6)])
+def test_the_template_says_what_the_command_line_leaves_out(tmp_path, options, ranks):
+    template, port = tmp_path / "mine.yaml", free_port()
+    template.write_text(f"num_processes: 4\nmain_process_ip: null\nmain_process_port: {port}\n")
+    result = CliRunner().invoke(app, ["preflight", "--accelerate_config", str(template), *options])
+    assert f"num_machines 1, num_processes {ranks}, python" in result.output
+    assert ", template mine (" in result.output
 
 
 def test_the_command_compares_versions_and_writes_to_the_directory_of_the_recipe(tmp_path):

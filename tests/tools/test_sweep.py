@@ -155,7 +155,7 @@ def test_a_repeated_case_replaces_what_a_kill_left(app, tmp_path, monkeypatch):
     def run_recipe(template, arguments, log, on_cpu):
         case = log.parent
         launched.append(case.name)
-        assert not log.exists() and not (case / "metrics.jsonl").exists()
+        assert not (case / "metrics.jsonl").exists()
         assert f"--num_processes={case.name[-6]}" in arguments
         assert {"--learning_rate", "--num_machines"} <= {*arguments}
         log.write_text("CUDA out of memory" if case.name[-6] == "1" else "step 5")
@@ -181,7 +181,7 @@ def test_a_sweep_without_cases_is_refused(app, tmp_path):
 
 
 @pytest.mark.launch
-def test_no_rank_survives_a_run_that_is_stopped(tmp_path):
+def test_no_rank_survives_a_run_that_is_stopped_and_no_earlier_output(tmp_path):
     before = psutil.Process().children(recursive=True)  # other tests' fork server, for example
     members = []
 
@@ -190,7 +190,10 @@ def test_no_rank_survives_a_run_that_is_stopped(tmp_path):
         return len(members) >= 3  # the launcher and two ranks
 
     template = find_file("template", "cpu")
-    assert launch.run_recipe(template, [], tmp_path / "log.txt", have_started, 120) is None
+    log = tmp_path / "log.txt"
+    log.write_text("CUDA out of memory")
+    assert launch.run_recipe(template, [], log, have_started, 120) is None
+    assert "CUDA out of memory" not in log.read_text()
     assert not [one for one in members if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -15,7 +15,6 @@ from hf_fsdp_recipes.tools.files import RecipeOption, TemplateOption
 
 if TYPE_CHECKING:
     from hf_fsdp_recipes.tools.plan.job import Job
-    from hf_fsdp_recipes.tools.plan.step import StepMemory
 
 # Assumptions
 CONTEXT_BYTES = 0.9e9  # the GPU's context with cuBLAS
@@ -71,11 +70,12 @@ def plan(
             f"plan needs what an installed version lacks: {error}. TRL 1.16 with torch 2.13 is "
             "tested."
         ) from error
-    memory = measure_step(read_config(job), job)
-    print("\n".join(describe(job, memory, gpu_tflops)), flush=True)
+    peak, flops = measure_step(read_config(job), job)
+    parts = find_parts(job, peak)
+    print("\n".join(describe(job, parts, flops, gpu_tflops)), flush=True)
     if job.on_cpu:
         print()
-    elif needed_bytes(job, memory) <= limit_gigabytes * 1e9:
+    elif sum(parts.values()) <= limit_gigabytes * 1e9:
         print(f"fits in {limit_gigabytes:g} GB")
     else:
         print(
@@ -86,37 +86,34 @@ def plan(
         raise Exit(1)
 
 
-def needed_bytes(job: "Job", memory: "StepMemory") -> float:
-    """Return the bytes that a rank needs at the peak of a step. On GPUs, add what is assumed."""
-    peak = sum(memory.peak.values())
+def find_parts(job: "Job", peak: dict[str, int]) -> dict[str, float]:
+    """Return the bytes of each kind that a rank needs at the peak. On GPUs, add what is assumed."""
     if job.on_cpu:
-        return peak
+        return {**peak}
     resident = ("parameters", "optimizer state")
-    temporary = sum(size for name, size in memory.peak.items() if name not in resident)
-    needed = peak + CONTEXT_BYTES + FRAGMENTATION * temporary
+    temporary = sum(size for name, size in peak.items() if name not in resident)
+    assumed = CONTEXT_BYTES + FRAGMENTATION * temporary
     if job.num_ranks > 1:
-        needed += NCCL_BYTES
-    return needed
+        assumed += NCCL_BYTES
+    return {**peak, "context, NCCL, fragmentation (assumed)": assumed}
 
 
-def describe(job: "Job", memory: "StepMemory", gpu_tflops: float) -> Iterator[str]:
+def describe(
+    job: "Job", parts: dict[str, float], flops: int | None, gpu_tflops: float
+) -> Iterator[str]:
     """Generate the lines of text that describe the plan."""
     training = job.arguments.training
     rows, length = job.shape
-    total = needed_bytes(job, memory)
-    assumed = total - sum(memory.peak.values())
-    parts = memory.peak | {"context, NCCL, fragmentation (assumed)": assumed}
     yield (
         f"{job.num_ranks} ranks; each: {rows} x {length} tokens, "
         f"{training.gradient_accumulation_steps} times per step"
     )
     yield "memory of one rank at the peak of a step:"
     for name, size in sorted(parts.items(), key=lambda part: -part[1]):
-        if size:
-            yield f"{size / 1e9:9.2f} GB  {name}"
-    yield f"{total / 1e9:9.2f} GB  in total"
-    if memory.flops and not job.on_cpu:
-        seconds = memory.flops / (MFU * gpu_tflops * 1e12)
+        yield f"{size / 1e9:9.2f} GB  {name}"
+    yield f"{sum(parts.values()) / 1e9:9.2f} GB  in total"
+    if flops and not job.on_cpu:
+        seconds = flops / (MFU * gpu_tflops * 1e12)
         yield (
             f"{seconds:9.2g} s   for a step, if GPUs reach {MFU:.0%} of {gpu_tflops:g} TFLOP/s "
             "(assumed)"

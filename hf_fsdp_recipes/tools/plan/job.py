@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
+from unittest.mock import patch
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -19,8 +19,6 @@ from hf_fsdp_recipes.upstream.accelerate_internals import (
     prepare_multi_gpu_env,
     validate_launch_command,
 )
-
-PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 class Job(NamedTuple):
@@ -76,11 +74,7 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
     """
     parsed = parse_launch(find_file("template", template), ["--main_process_port=0", *options])
     launch, _, _ = validate_launch_command(parsed)
-    environment = {
-        name: value
-        for name, value in prepare_multi_gpu_env(launch).items()
-        if name.startswith(PREFIXES)
-    }
+    environment = prepare_multi_gpu_env(launch)
     if environment.get("FSDP_VERSION") != "2":
         raise ToolError(
             f"{template} is not for FSDP2, which alone can be planned. Use a template with "
@@ -88,7 +82,7 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
         )
     environment["ACCELERATE_USE_CPU"] = "true"  # so that any machine can read a recipe for GPUs
     argv = ["--config", str(find_file("recipe", recipe))] if recipe else []
-    with mock.patch.dict(os.environ, environment):
+    with patch.dict(os.environ, environment):
         arguments = parse_arguments([*argv, *launch.training_script_args])
     return Job(arguments, environment, launch.num_processes, bool(launch.use_cpu))
 

@@ -1,18 +1,16 @@
-"""What the planner uses in place of an Accelerator, of bitsandbytes' layers and of some functions.
+"""What the planner uses in place of bitsandbytes' layers and of some functions.
 
 The functions differ on a GPU, or cannot run on fake tensors.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from contextlib import ExitStack
 from typing import Any
-from unittest import mock
+from unittest.mock import patch
 
 import torch
-from accelerate import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hf_fsdp_recipes.tools.plan.job import Job
@@ -20,6 +18,7 @@ from hf_fsdp_recipes.upstream.planner_internals import (
     MULTIPLY_GROUPS,
     NEEDS_NO_MASK,
     TILES,
+    ModTracker,
     chunked_logprob,
     masking_utils,
     moe,
@@ -27,20 +26,6 @@ from hf_fsdp_recipes.upstream.planner_internals import (
 
 SCALE_BYTES = 4 / 64  # of each value: a float32 for each block
 NESTED_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)  # the scales are quantized, too
-
-
-def stand_in_for_accelerator(
-    plugin: FullyShardedDataParallelPlugin, mesh: DeviceMesh, mixed_precision: str
-) -> SimpleNamespace:
-    """Return what Accelerate's functions for FSDP2 read of an Accelerator."""
-    return SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh=mesh,
-        parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
-        mixed_precision=mixed_precision,
-        is_main_process=False,
-        device=torch.device("cpu"),
-    )
 
 
 class PackedLinear(nn.Linear):
@@ -81,13 +66,12 @@ def pack_linears(model: PreTrainedModel, dtype: torch.dtype, is_nested: bool) ->
             model.set_submodule(name, PackedLinear(module, dtype, is_nested))
 
 
-@contextmanager
-def replaced_functions(job: Job) -> Iterator[None]:
-    """Replace functions that differ on a GPU or fail on fake tensors. Restore them at the end."""
-    with ExitStack() as stack:
-        for replacement in _replacements(job):
-            stack.enter_context(mock.patch.object(*replacement))
-        yield
+def replaced_functions(job: Job) -> ExitStack:
+    """Replace functions that differ on a GPU or fail on fake tensors, until the stack is closed."""
+    stack = ExitStack()
+    for replacement in _replacements(job):
+        stack.enter_context(patch.object(*replacement))
+    return stack
 
 
 def _replacements(job: Job) -> Iterator[tuple[object, str, object]]:
@@ -108,6 +92,9 @@ def _replacements(job: Job) -> Iterator[tuple[object, str, object]]:
         is_windowed = window is not None and kv_length >= window
         return is_flash or not (has_mask or is_windowed)
 
+    # Without its hooks, torch's tracker has no statistics of each module. They would take minutes
+    # for a large model.
+    yield ModTracker, "register_user_hooks", lambda *hooks: None
     yield masking_utils, NEEDS_NO_MASK, ignore_mask
 
     def find_packed(position_ids: Tensor) -> Tensor | None:
@@ -118,12 +105,12 @@ def _replacements(job: Job) -> Iterator[tuple[object, str, object]]:
     yield moe, MULTIPLY_GROUPS, lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0]
     if job.on_cpu:
         return
-    attend = nn.functional.scaled_dot_product_attention
+    attend = functional.scaled_dot_product_attention
 
     def attend_without_dropout(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
         return attend(*args, **kwargs)
 
     # On GPUs, attention kernels have dropout, and Triton kernels work in place.
-    yield nn.functional, "scaled_dot_product_attention", attend_without_dropout
+    yield functional, "scaled_dot_product_attention", attend_without_dropout
     for name in TILES:
         yield chunked_logprob, name, lambda *args, **kwargs: None

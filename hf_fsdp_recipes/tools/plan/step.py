@@ -5,42 +5,37 @@ has the planned size. The model, PEFT's adapter, Accelerate's FSDP2 units and TR
 torch's `MemTracker` counts what is allocated and freed. `stand_ins.py` has what is replaced.
 """
 
-import dataclasses
 import os
 import warnings
-from typing import Any, NamedTuple
-from unittest import mock
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import transformers
 from accelerate import FullyShardedDataParallelPlugin
 from peft import get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from trl import get_peft_config
 
 from hf_fsdp_recipes.errors import ToolError
-from hf_fsdp_recipes.loading.load_model import build_on_meta, take_quantizer
+from hf_fsdp_recipes.loading.bnb_4bit import PRECISIONS
+from hf_fsdp_recipes.loading.load_model import build_on_meta, find_class, take_quantizer
 from hf_fsdp_recipes.metrics.flops import find_model_flops
 from hf_fsdp_recipes.tools.plan.job import Job
-from hf_fsdp_recipes.tools.plan.stand_ins import (
-    pack_linears,
-    replaced_functions,
-    stand_in_for_accelerator,
-)
+from hf_fsdp_recipes.tools.plan.stand_ins import pack_linears, replaced_functions
 from hf_fsdp_recipes.training.adjustments import gather_units_once
 from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
 from hf_fsdp_recipes.upstream.patches import LOADER, apply_for_loading
 from hf_fsdp_recipes.upstream.planner_internals import (
-    MODULE_TRACKER,
     READ_VALUE,
     FakeStore,
     FakeTensorMode,
     MemoryKind,
     MemTracker,
-    ModTracker,
     active_fake_mode,
     add_fused_lm_head,
     fsdp2_apply_ac,
@@ -56,20 +51,13 @@ KINDS = {  # {name in the plan: torch's kinds of memory}
     "forward pass: activations, gathered units": [MemoryKind.ACT],
     "backward pass: gradients, gathered units, temporary tensors": [MemoryKind.TEMP],
 }
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class StepMemory(NamedTuple):
-    """What a step needs on one rank."""
+def measure_step(config: PreTrainedConfig, job: Job) -> tuple[dict[str, int], int | None]:
+    """Return the bytes of each kind that a rank needs at a step's peak, and the step's FLOPs.
 
-    peak: dict[str, int]  # bytes by kind
-    flops: int | None  # if they can be counted
-
-
-def measure_step(config: PreTrainedConfig, job: Job) -> StepMemory:
-    """Return what a step of the job needs on one rank. Meanwhile, a fake process group exists.
-
-    The config is changed.
+    FLOPs that cannot be counted are None. Meanwhile, a fake process group exists. The config is
+    changed.
 
     Raises:
         ToolError: the ranks are no multiple of the replicas, the recipe trains nothing, or PEFT
@@ -85,7 +73,7 @@ def measure_step(config: PreTrainedConfig, job: Job) -> StepMemory:
         mesh = _make_mesh(job)
         with (
             warnings.catch_warnings(action="ignore"),
-            mock.patch.dict(os.environ, job.environment),
+            patch.dict(os.environ, job.environment),
             replaced_functions(job),
         ):
             model = _build(config, job)
@@ -97,14 +85,16 @@ def measure_step(config: PreTrainedConfig, job: Job) -> StepMemory:
                 peak = _run(_shard(model, mesh, job), job)
     finally:
         dist.destroy_process_group()
-    return StepMemory(peak, flops)
+    return peak, flops
 
 
 def _make_mesh(job: Job) -> DeviceMesh:
-    sizes = {"shard": job.num_ranks // job.num_replicas}
-    if job.num_replicas > 1:
-        sizes = {"replicate": job.num_replicas, **sizes}
-    return dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = dist.init_device_mesh(
+        "cpu",
+        (job.num_replicas, job.num_ranks // job.num_replicas),
+        mesh_dim_names=("replicate", "shard"),
+    )
+    return mesh if job.num_replicas > 1 else mesh["shard"]
 
 
 def _build(config: PreTrainedConfig, job: Job) -> Any:
@@ -143,8 +133,7 @@ def _build_base(config: PreTrainedConfig, job: Job) -> PreTrainedModel:
     config.get_text_config().use_cache = False
     config.use_cache = False
     take_quantizer(config)
-    architecture = (config.architectures or [""])[0]
-    auto_class = getattr(transformers, architecture, AutoModelForCausalLM)
+    auto_class = find_class(config)
     dtype: Any = getattr(torch, str(chosen.dtype), None) or config.dtype or torch.float32
     # Unless eager attention is chosen, the model has SDPA, if it can.
     attention = "eager" if chosen.attn_implementation == "eager" else None
@@ -180,12 +169,19 @@ def _shard(model: Any, mesh: DeviceMesh, job: Job) -> Any:
     if precision != "no":
         plugin.set_mixed_precision(precision)
         # as `adjust` does
-        plugin.mixed_precision_policy = dataclasses.replace(
+        plugin.mixed_precision_policy = replace(
             plugin.mixed_precision_policy, reduce_dtype=torch.float32
         )
     if job.arguments.model.load_in_4bit:
         precision = "no"  # adapters of 4-bit models stay in bf16
-    accelerator = stand_in_for_accelerator(plugin, mesh, precision)
+    accelerator = SimpleNamespace(  # what Accelerate's functions for FSDP2 read of an Accelerator
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
+        mixed_precision=precision,
+        is_main_process=False,
+        device=torch.device("cpu"),
+    )
     apply_for_loading()
     # SIZE_BASED_WRAP works only for models that have a Loader. This one stands in; no one calls it.
     vars(model)[LOADER] = object()
@@ -231,23 +227,12 @@ def _move_gradient_to_host(parameter: Tensor) -> None:
     parameter.grad = None  # what is on the host is not counted
 
 
-class QuietModTracker(ModTracker):
-    """torch's tracker of modules, which calls no hooks of others."""
-
-    def register_user_hooks(self, *hooks: object) -> None:
-        """Ignore the hooks."""
-
-
 class StepTracker(MemTracker):
-    """torch's tracker of live tensors.
-
-    It has no statistics of each module, which would take minutes for a large model.
-    """
+    """torch's tracker of live tensors, for fake ones."""
 
     def __init__(self) -> None:
         super().__init__()
         self._mode = active_fake_mode()
-        setattr(self, MODULE_TRACKER, QuietModTracker())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READ_VALUE:
@@ -270,14 +255,13 @@ def _add_optimizer(model: Any, tracker: StepTracker, job: Job) -> dict[str, int]
     It includes the optimizer's state and what `optimizer.step()` needs.
     """
     optimizer = optimizer_name(job.arguments.training)
-    size = sum(parameter.to_local().nbytes for parameter in _trained_parameters(model))
+    trained = [] if job.is_offloaded else _trained_parameters(model)
+    size = sum(parameter.to_local().nbytes for parameter in trained)
     num_states = next((number for part, number in NUM_STATES.items() if part in optimizer), 2)
-    if job.is_offloaded:
-        num_states = 0
     resident = {"optimizer state": num_states * size}
     in_passes = tracker.sizes("peak") | resident
     in_update = tracker.sizes("current") | resident
-    if optimizer == "adamw_torch" and not (job.on_cpu or job.is_offloaded):
+    if optimizer == "adamw_torch" and not job.on_cpu:
         # Its multi-tensor step computes the new values of all parameters at once.
         in_update["optimizer's new values"] = size
     peak = max(in_passes, in_update, key=lambda sizes: sum(sizes.values()))
