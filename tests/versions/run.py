@@ -25,14 +25,18 @@ TESTS = [
     "export",
     "patches",
     "upstream",
+    "oracle",
     "training/test_adjustments_ranks.py",
+    "training/test_units_ranks.py",
 ]
 # Tests of what upstream itself cannot do in an environment's versions, for pytest's -k.
 # docs/upstream.md says what.
 CPU_RANKS_WITHOUT_FSDP = "test_without_fsdp_trainer_saves_and_the_callback_exports"
 TIED = "llama_tied-bfloat16-options1"
+# With TRL 1.12, the weights are equal, but evaluation losses differ by 0.2 %.
+EVALUATION = "(trains and gpt2 and hybrid_shard)"
 UNSUPPORTED = {
-    "lowest": [CPU_RANKS_WITHOUT_FSDP, TIED, "(as_by_peft and qwen3_moe)"],
+    "lowest": [CPU_RANKS_WITHOUT_FSDP, TIED, EVALUATION, "(as_by_peft and qwen3_moe)"],
     "middle": [CPU_RANKS_WITHOUT_FSDP, TIED, "dequantized_values[qwen3-rank0]", "gemma3_text"],
 }
 READ_VERSIONS = f"""
