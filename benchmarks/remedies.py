@@ -181,7 +181,7 @@ def report(
             f"| {method} | {statistics.median(old):.3f} / {statistics.median(new):.3f} | "
             f"{ratios[0]:.3f} to {ratios[-1]:.3f} | {memory[0]:.0f} / {memory[1]:.0f} |"
         )
-    lines += ["", f"`python -m benchmarks.remedies`; {machine()}"]
+    lines += ["", f"`python -m benchmarks.remedies {' '.join(sys.argv[1:-2])}`; {machine()}"]
     print("\n".join(lines))
     write_section("Training what one process trains", lines)
 
