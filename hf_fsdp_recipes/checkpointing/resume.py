@@ -48,7 +48,9 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     if distributed.is_distributed():
         rank = distributed.rank()
         world_size = distributed.world_size()
-    for checkpoint in distributed.from_main(list_checkpoints(Path(output_dir))):
+    # A rank that cannot read the directory must not leave the others waiting.
+    checkpoints = list_checkpoints(Path(output_dir)) if rank == 0 else []
+    for checkpoint in distributed.from_main(checkpoints):
         of_ranks = distributed.gather(find_damage(checkpoint, rank, world_size))
         damage = next(filter(None, of_ranks), None)
         if damage is None:

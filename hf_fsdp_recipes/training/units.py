@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
-from torch.utils.hooks import RemovableHandle
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import RecipeError
@@ -93,7 +92,7 @@ def gather_head_for_loss(model: Any) -> None:
             output.last_hidden_state = getattr(unit, GATHER)(output.last_hidden_state)
 
     is_trained = any(parameter.requires_grad for parameter in head.parameters())
-    if units and is_trained:
+    if is_trained:
         base.base_model.register_forward_hook(gather)
 
 
@@ -134,7 +133,7 @@ def note_gradients(model: Module) -> None:
 
     FSDP sets the gradients of shards itself. So a loss has gathered the weight then.
     """
-    handles: list[RemovableHandle] = []
+    handles: list[Any] = []
 
     def note(name: str, gradient: Tensor) -> None:
         while handles:
