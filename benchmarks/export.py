@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.running import machine, sharded_llama, write_section
-from hf_fsdp_recipes.checkpointing.directory import sync
+from hf_fsdp_recipes.saving.directory import sync
 from tests.ranks.harness import run_ranks
 from tests.ranks.memory import PeakMemory
 

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.running import machine, sharded_llama, write_section
-from hf_fsdp_recipes.checkpointing.directory import sync
+from hf_fsdp_recipes.saving.directory import sync
 from tests.ranks.harness import run_ranks
 from tests.ranks.memory import PeakMemory
 
@@ -65,8 +65,8 @@ def measure(num_parameters: float, directory: Path) -> dict[str, float]:
     import torch.distributed as dist
 
     from hf_fsdp_recipes import distributed
-    from hf_fsdp_recipes.checkpointing.directory import RunDirectory
-    from hf_fsdp_recipes.checkpointing.writer import Writer
+    from hf_fsdp_recipes.saving.directory import RunDirectory
+    from hf_fsdp_recipes.saving.writer import Writer
 
     trainer = make_trainer(num_parameters)
     run = RunDirectory(directory, "bench")
@@ -142,8 +142,8 @@ def save_in_background(trainer: Any, run: Any, writer: Any, is_busy: bool) -> tu
 
     Return the seconds in which training stands still, and until the checkpoint is complete.
     """
-    from hf_fsdp_recipes.checkpointing.recorder import redirected
-    from hf_fsdp_recipes.checkpointing.writer import Save
+    from hf_fsdp_recipes.saving.recorder import redirected
+    from hf_fsdp_recipes.saving.writer import Save
 
     started = time.perf_counter()
     written = run.workspace / "checkpoint-1"

@@ -168,8 +168,8 @@ class Soak:
 
         Record a violation if that is not noticed and changes the result, or if code runs.
         """
-        from hf_fsdp_recipes.checkpointing.resume import find_damage
-        from tests.checkpointing.damage import ACCIDENTS, ATTACKS, damage, forge
+        from hf_fsdp_recipes.saving.resume import find_damage
+        from tests.saving.damage import ACCIDENTS, ATTACKS, damage, forge
 
         self.reference("full", 2)
         choose = random.Random(f"{self.seed} mutation {number}")
@@ -206,8 +206,8 @@ def check_checkpoints(output: Path, required: int) -> int:
 
     Raise a Violation if a checkpoint is damaged, or the required one is lost.
     """
-    from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, step_of
-    from hf_fsdp_recipes.checkpointing.resume import find_damage
+    from hf_fsdp_recipes.saving.directory import list_checkpoints, step_of
+    from hf_fsdp_recipes.saving.resume import find_damage
 
     found = list_checkpoints(output)
     for checkpoint in found:

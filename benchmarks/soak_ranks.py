@@ -23,14 +23,14 @@ PR_SET_CHILD_SUBREAPER = 36  # prctl's number, from linux/prctl.h
 MODULES = (
     "tests.conftest",
     "tests.ranks.harness",
-    "tests.checkpointing.damage",
-    "tests.checkpointing.runs",
+    "tests.saving.damage",
+    "tests.saving.runs",
     "accelerate",
     "peft",
     "datasets",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
-    "hf_fsdp_recipes.callback",
+    "hf_fsdp_recipes.saving.callback",
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "trl.trainer.sft_trainer",
@@ -124,7 +124,7 @@ def _wait_for_ranks(alive: set[int]) -> int:
 
 
 def _run_rank(board: Board, rank: int, output: Path, options: dict[str, Any]) -> int:
-    from tests.checkpointing.runs import train
+    from tests.saving.runs import train
 
     os.setsid()
     faulthandler.register(signal.SIGUSR2, all_threads=True)

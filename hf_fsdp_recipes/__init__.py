@@ -9,23 +9,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hf_fsdp_recipes.callback import ShardedCheckpointCallback as ShardedCheckpointCallback
-    from hf_fsdp_recipes.checkpointing.resume import keep_global_batch as keep_global_batch
-    from hf_fsdp_recipes.checkpointing.resume import latest_checkpoint as latest_checkpoint
     from hf_fsdp_recipes.export.export import export_checkpoint as export_checkpoint
     from hf_fsdp_recipes.export.export import export_model as export_model
     from hf_fsdp_recipes.loading.load_model import load_model as load_model
     from hf_fsdp_recipes.metrics.callback import MetricsCallback as MetricsCallback
+    from hf_fsdp_recipes.saving.callback import (
+        ShardedCheckpointCallback as ShardedCheckpointCallback,
+    )
+    from hf_fsdp_recipes.saving.resume import keep_global_batch as keep_global_batch
+    from hf_fsdp_recipes.saving.resume import latest_checkpoint as latest_checkpoint
     from hf_fsdp_recipes.training.sharded_optimizer import sharded_optimizer as sharded_optimizer
 
 __version__ = "1.0.0"
 _MODULES = {
     "MetricsCallback": "metrics.callback",
-    "ShardedCheckpointCallback": "callback",
+    "ShardedCheckpointCallback": "saving.callback",
     "export_checkpoint": "export.export",
     "export_model": "export.export",
-    "keep_global_batch": "checkpointing.resume",
-    "latest_checkpoint": "checkpointing.resume",
+    "keep_global_batch": "saving.resume",
+    "latest_checkpoint": "saving.resume",
     "load_model": "loading.load_model",
     "sharded_optimizer": "training.sharded_optimizer",
 }

@@ -49,8 +49,8 @@ def checkpoints(
 
     The exit status is 1 if the run cannot be resumed from any of them.
     """
-    from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, read_manifest, step_of
-    from hf_fsdp_recipes.checkpointing.resume import find_damage
+    from hf_fsdp_recipes.saving.directory import list_checkpoints, read_manifest, step_of
+    from hf_fsdp_recipes.saving.resume import find_damage
 
     num_usable = 0
     print(f"{'step':>8}  {'MB':>11}  {'ranks':>5}  state")

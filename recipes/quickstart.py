@@ -121,7 +121,7 @@ def train(options: argparse.Namespace, model: Path, kill_after: int | None = Non
 
     With `kill_after`, kill its processes once that step is logged.
     """
-    from hf_fsdp_recipes.checkpointing.directory import list_checkpoints
+    from hf_fsdp_recipes.saving.directory import list_checkpoints
     from hf_fsdp_recipes.tools.files import find_file
     from hf_fsdp_recipes.tools.launch import run_recipe
 

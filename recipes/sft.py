@@ -57,8 +57,8 @@ def find_checkpoint(arguments: Arguments) -> str | None:
     `auto` stands for the latest intact checkpoint, if any. Collective.
     """
     from hf_fsdp_recipes import keep_global_batch, latest_checkpoint
-    from hf_fsdp_recipes.checkpointing.directory import read_manifest
-    from hf_fsdp_recipes.checkpointing.resume import find_damage
+    from hf_fsdp_recipes.saving.directory import read_manifest
+    from hf_fsdp_recipes.saving.resume import find_damage
 
     training = arguments.training
     wanted = training.resume_from_checkpoint

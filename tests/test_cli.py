@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_fsdp_recipes import cli
-from hf_fsdp_recipes.checkpointing.hashing import read_facts
+from hf_fsdp_recipes.saving.hashing import read_facts
 from hf_fsdp_recipes.tools import launch
 from hf_fsdp_recipes.tools.files import find_file, shipped_directory, shipped_files
 

@@ -1,1 +1,1 @@
-"""Writes, verifies and deletes the checkpoints of a run."""
+"""Import paths of version 1.0, for copies of recipes/sft.py. The code is in saving/."""

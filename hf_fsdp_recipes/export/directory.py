@@ -18,8 +18,8 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.checkpointing.directory import sync
 from hf_fsdp_recipes.export.files import PathLike
+from hf_fsdp_recipes.saving.directory import sync
 from hf_fsdp_recipes.upstream.transformers_internals import custom_object_save
 
 

@@ -16,13 +16,13 @@ from torch.nn import Module
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.checkpointing.directory import list_checkpoints
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export import merge, output, shells, sources
 from hf_fsdp_recipes.export.files import OptionalDtype, PathLike
 from hf_fsdp_recipes.export.sources import Sources
 from hf_fsdp_recipes.export.steps import Plan, copy_step, plan_in_file_format
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
+from hf_fsdp_recipes.saving.directory import list_checkpoints
 from hf_fsdp_recipes.upstream.transformers_internals import (
     names_not_saved,
     remove_tied_weights_from_state_dict,

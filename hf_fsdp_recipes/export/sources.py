@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.checkpointing.directory import MANIFEST
-from hf_fsdp_recipes.checkpointing.resume import check_pickles, find_damage
 from hf_fsdp_recipes.errors import ExportError, describe
 from hf_fsdp_recipes.export.files import DTYPES, OptionalDtype
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.fill import FSDP_PLACEMENTS
+from hf_fsdp_recipes.saving.directory import MANIFEST
+from hf_fsdp_recipes.saving.resume import check_pickles, find_damage
 from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS, TensorStorageMetadata
 
 

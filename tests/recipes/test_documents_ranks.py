@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_fsdp_recipes.checkpointing.resume import find_damage
 from hf_fsdp_recipes.metrics.metrics_file import read_metrics
+from hf_fsdp_recipes.saving.resume import find_damage
 from tests.conftest import SENTENCES
 from tests.ranks.harness import printed_by, read_losses, run_ranks
 from tests.recipes.launching import ROOT, run_recipe

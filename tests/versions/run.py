@@ -1,7 +1,7 @@
 """Runs the tests of the core in the environments of `make test-versions`.
 
 Prints a table of versions and results. The core is what depends on the insides of other packages:
-loading, checkpointing, export and the patches.
+loading, saving, export and the patches.
 """
 
 import subprocess
@@ -21,7 +21,7 @@ PACKAGES = [
 ]
 TESTS = [
     "loading",
-    "checkpointing",
+    "saving",
     "export",
     "patches",
     "upstream",

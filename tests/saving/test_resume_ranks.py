@@ -12,7 +12,7 @@ import torch
 
 from hf_fsdp_recipes import keep_global_batch
 from hf_fsdp_recipes.errors import CheckpointError
-from tests.checkpointing.runs import describe, on, train
+from tests.saving.runs import describe, on, train
 
 # These files contain the output directory.
 WITH_PATHS = ("trainer_state.json", "training_args.bin", ".metadata")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpointing.runs import BEST, before_writing, on, rank, steps_in
+from tests.saving.runs import BEST, before_writing, on, rank, steps_in
 
 
 def _fail():

@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-from hf_fsdp_recipes.checkpointing import host_copy
-from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, Originals
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.metrics import memory
+from hf_fsdp_recipes.saving import host_copy
+from hf_fsdp_recipes.saving.host_copy import HostCopy, Originals
 
 Pair = collections.namedtuple("Pair", "first second")
 

@@ -1,4 +1,4 @@
-"""`ShardedCheckpointCallback` connects Trainer's events to checkpointing/ and export/."""
+"""`ShardedCheckpointCallback` connects Trainer's events to saving/ and export/."""
 
 import copy
 import functools
@@ -25,14 +25,14 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.checkpointing.directory import RunDirectory
-from hf_fsdp_recipes.checkpointing.recorder import redirected
-from hf_fsdp_recipes.checkpointing.signals import StepFlags
-from hf_fsdp_recipes.checkpointing.writer import Save, Writer
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.export.directory import write_description
 from hf_fsdp_recipes.export.export import export_model, parse_dtype
 from hf_fsdp_recipes.loading.load_model import check_fsdp_version
+from hf_fsdp_recipes.saving.directory import RunDirectory
+from hf_fsdp_recipes.saving.recorder import redirected
+from hf_fsdp_recipes.saving.signals import StepFlags
+from hf_fsdp_recipes.saving.writer import Save, Writer
 from hf_fsdp_recipes.training.units import train_like_one_process
 from hf_fsdp_recipes.upstream import patches
 from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR, PUSH_CHECKPOINT

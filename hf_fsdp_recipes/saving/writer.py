@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.serialization import config
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.checkpointing.directory import Files, RunDirectory, sync
-from hf_fsdp_recipes.checkpointing.hashing import HashingFileSystem, read_facts
-from hf_fsdp_recipes.checkpointing.host_copy import HostCopy, Originals, State
 from hf_fsdp_recipes.errors import CheckpointError, describe
+from hf_fsdp_recipes.saving.directory import Files, RunDirectory, sync
+from hf_fsdp_recipes.saving.hashing import HashingFileSystem, read_facts
+from hf_fsdp_recipes.saving.host_copy import HostCopy, Originals, State
 from hf_fsdp_recipes.training.sharded_optimizer import local_part
 from hf_fsdp_recipes.upstream.torch_internals import make_save_planner
 

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from tests.checkpointing.damage import ATTACKS, PART, damage, forge
+from tests.saving.damage import ATTACKS, PART, damage, forge
 
 
 @pytest.fixture(scope="module")

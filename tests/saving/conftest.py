@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from tests.checkpointing.runs import train
 from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
+from tests.saving.runs import train
 
 
 @pytest.fixture(scope="session")

@@ -174,7 +174,7 @@ def on(trainer, event, action):
 
 def before_writing(fragment, action):
     """Call `action` before this rank writes a sharded file whose path contains `fragment`."""
-    from hf_fsdp_recipes.checkpointing.hashing import HashingFileSystem
+    from hf_fsdp_recipes.saving.hashing import HashingFileSystem
 
     create_stream = HashingFileSystem.create_stream
 
@@ -200,8 +200,8 @@ def steps_in(output):
 
     Check that each of them is complete and intact.
     """
-    from hf_fsdp_recipes.checkpointing.directory import list_checkpoints, step_of
-    from hf_fsdp_recipes.checkpointing.resume import find_damage
+    from hf_fsdp_recipes.saving.directory import list_checkpoints, step_of
+    from hf_fsdp_recipes.saving.resume import find_damage
 
     found = list_checkpoints(output)
     assert [find_damage(checkpoint) for checkpoint in found] == [None] * len(found)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_recipes.checkpointing.directory import RunDirectory
-from hf_fsdp_recipes.checkpointing.hashing import read_facts
-from tests.checkpointing.runs import before_writing, steps_in, train
+from hf_fsdp_recipes.saving.directory import RunDirectory
+from hf_fsdp_recipes.saving.hashing import read_facts
 from tests.ranks.harness import start_ranks
+from tests.saving.runs import before_writing, steps_in, train
 
 forking = multiprocessing.get_context("fork")
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpointing.runs import BEST, describe, on, rank, steps_in, train
 from tests.ranks.harness import run_ranks
+from tests.saving.runs import BEST, describe, on, rank, steps_in, train
 
 
 def _save_step_3_and_write_into_it(trainer):
@@ -130,7 +130,7 @@ def test_two_trainers_of_different_models_in_one_process_save_their_own_state(ru
 
 def _write_late(trainer):
     """Let each save be written only when two more steps have changed the state."""
-    from hf_fsdp_recipes.checkpointing.writer import Writer
+    from hf_fsdp_recipes.saving.writer import Writer
 
     write = Writer._write
 
@@ -153,14 +153,14 @@ def test_steps_after_a_save_do_not_change_what_is_written(run, tmp_path):
 
 
 def _have_no_memory_on_rank_1(trainer):
-    from hf_fsdp_recipes.checkpointing import host_copy
+    from hf_fsdp_recipes.saving import host_copy
 
     if rank() == 1:
         host_copy.available_host_bytes = lambda: 100
 
 
 def _fail_to_copy_on_rank_1(trainer):
-    from hf_fsdp_recipes.checkpointing.host_copy import HostCopy
+    from hf_fsdp_recipes.saving.host_copy import HostCopy
 
     def fail(self, originals):
         raise RuntimeError("can't allocate memory")

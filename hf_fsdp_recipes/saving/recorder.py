@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from transformers import Trainer
 
-from hf_fsdp_recipes.checkpointing.host_copy import State
 from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.saving.host_copy import State
 from hf_fsdp_recipes.training.sharded_optimizer import local_part, to_sharded
 from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS
 from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR, PUSH_CHECKPOINT

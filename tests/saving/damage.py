@@ -53,7 +53,7 @@ def payload(canary):
 
 def forge(way, checkpoint, canary):
     """Put a payload into a checkpoint, and make its manifest match, as an attacker would."""
-    from hf_fsdp_recipes.checkpointing.hashing import read_facts
+    from hf_fsdp_recipes.saving.hashing import read_facts
 
     ATTACKS[way](checkpoint, canary)
     manifest = checkpoint / "manifest.json"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpointing.runs import on, rank, steps_in, train
 from tests.ranks.harness import context, free_port
+from tests.saving.runs import on, rank, steps_in, train
 
 SLOW = pytest.mark.slow
 

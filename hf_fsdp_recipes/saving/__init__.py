@@ -1,0 +1,1 @@
+"""Writes, verifies and deletes the checkpoints of a run."""

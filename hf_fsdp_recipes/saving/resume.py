@@ -1,0 +1,157 @@
+"""Finds the latest checkpoint that is intact and safe to read.
+
+Also keeps the global batch if the number of ranks changes.
+"""
+
+import io
+import logging
+import os
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.errors import CheckpointError, describe
+from hf_fsdp_recipes.saving.directory import list_checkpoints, read_manifest
+from hf_fsdp_recipes.saving.hashing import read_facts
+from hf_fsdp_recipes.upstream.torch_internals import (
+    PICKLED_IN_METADATA,
+    Metadata,
+    TensorStorageMetadata,
+)
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """Return the latest checkpoint from which a run can safely resume.
+
+    It is meant for `trainer.train(resume_from_checkpoint=...)`. All files of a checkpoint are read,
+    and their hashes are compared with the manifest. The ranks divide the files among them. No file
+    is read with unrestricted pickle. An incomplete, damaged or unsafe checkpoint is skipped with a
+    warning. Checkpoints that Trainer wrote without FSDP have no hashes, so they are not checked.
+
+    Collective if the process group exists, as it does once TrainingArguments are created.
+    Otherwise each rank reads all files.
+
+    Returns:
+        The checkpoint's directory, or None if no checkpoint is usable. With None, training starts
+        from step 0.
+    """
+    rank = 0
+    world_size = 1
+    if distributed.is_distributed():
+        rank = distributed.rank()
+        world_size = distributed.world_size()
+    # A rank that cannot read the directory must not leave the others waiting.
+    checkpoints = list_checkpoints(Path(output_dir)) if rank == 0 else []
+    for checkpoint in distributed.from_main(checkpoints):
+        of_ranks = distributed.gather(find_damage(checkpoint, rank, world_size))
+        damage = next(filter(None, of_ranks), None)
+        if damage is None:
+            return str(checkpoint)
+        if rank == 0:
+            logger.warning("%s is skipped: %s", checkpoint, damage)
+    return None
+
+
+def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[str] | None) -> None:
+    """Let each step train on as many rows as in the checkpoint's run.
+
+    This sets `gradient_accumulation_steps`. Call it on every rank before the Trainer is created.
+    Without a checkpoint, nothing changes.
+
+    Raises:
+        CheckpointError: no number of accumulation steps gives the same global batch.
+    """
+    if checkpoint is None:
+        return
+    manifest = read_manifest(Path(checkpoint)) or {}
+    wanted = manifest.get("global_batch_size")
+    if wanted is None:
+        return
+    rows_per_pass = args.train_batch_size * args.world_size
+    steps, remainder = divmod(wanted, rows_per_pass)
+    if remainder:
+        raise CheckpointError(
+            f"{checkpoint} was saved with a global batch of {wanted} rows, which "
+            f"{args.world_size} ranks with {args.train_batch_size} rows each cannot train. "
+            f"Set per_device_train_batch_size to a divisor of {wanted / args.world_size:g}, "
+            "or change the number of ranks."
+        )
+    args.gradient_accumulation_steps = steps
+
+
+def find_damage(
+    checkpoint: Path,
+    part: int = 0,
+    num_parts: int = 1,
+    prefix: str = "",
+) -> str | None:
+    """Check one part of the files whose names begin with `prefix`.
+
+    Return what is wrong with them, or None if they are intact.
+    """
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
+        has_weights = any(checkpoint.glob("*.safetensors"))
+        has_shards = any(checkpoint.rglob("*.distcp"))
+        if has_weights and not has_shards and (checkpoint / "trainer_state.json").is_file():
+            return None  # Trainer wrote this checkpoint without FSDP
+        return "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it"
+    files = manifest["files"]
+    names = [name for name in files if name.startswith(prefix)]
+    names.sort(key=lambda name: files[name]["bytes"])
+    for name in names[part::num_parts]:
+        try:
+            if read_facts(checkpoint / name) != files[name]:
+                return f"{name} is damaged"
+        except (OSError, ValueError) as error:
+            return f"{name} is unusable: {describe(error)}"
+    # Also check `.metadata` files that the manifest does not list, because DCP would read them.
+    folders = sorted({path.parent for path in checkpoint.glob(f"{prefix}*/*.metadata")})
+    for folder in folders[part::num_parts]:
+        try:
+            check_pickles(folder)
+        except Exception as error:  # a forged pickle can raise any error
+            return f"{folder.name}/.metadata is unusable: {describe(error)}"
+    return None
+
+
+def check_pickles(directory: Path) -> None:
+    """Raise an UnpicklingError if torch DCP would run code from a file of this directory.
+
+    DCP unpickles two things without restrictions when it loads a directory: `.metadata`, and all
+    entries that are not tensors, such as the learning rate. Tensors and Trainer's own files are
+    read with `weights_only=True`.
+    """
+    # DCP also reads `__<rank>.metadata`.
+    for path in {directory / ".metadata", *directory.glob("*.metadata")}:
+        with path.open("rb") as stream:
+            metadata: Metadata = _MetadataUnpickler(stream).load()
+        # A forged dict may have an `items` of its own, which hides its entries.
+        for index, info in dict.items(metadata.storage_data):
+            if type(metadata.state_dict_metadata[index.fqn]) is TensorStorageMetadata:
+                continue
+            if info.relative_path != Path(info.relative_path).name or info.transform_descriptors:
+                raise pickle.UnpicklingError(
+                    f"it refers to {info.relative_path}, which torch does not write there"
+                )
+            with (directory / info.relative_path).open("rb") as stream:
+                stream.seek(info.offset)
+                torch.load(io.BytesIO(stream.read(info.length)), weights_only=True)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in PICKLED_IN_METADATA.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(
+            f"it refers to {module}.{name}, which torch does not write there"
+        )
