@@ -45,7 +45,7 @@ def checkpoints(
     output_dir: Annotated[Path, Argument(help="Output directory of a run.")],
     verify: Annotated[bool, Option("--verify", help="Read every file and check its hash.")] = False,
     accept: Annotated[
-        Optional[int], Option(help="Step of a checkpoint whose files were changed on purpose.")
+        Optional[str], Option(help="Checkpoint whose files were changed on purpose, or its step.")
     ] = None,
 ) -> None:
     """List a run's checkpoints.
@@ -56,7 +56,7 @@ def checkpoints(
     from hf_fsdp_recipes.saving.directory import list_checkpoints, read_manifest, step_of
 
     if accept is not None:
-        changed = resume.accept(output_dir / f"checkpoint-{accept}")
+        changed = resume.accept(output_dir / f"checkpoint-{accept.removeprefix('checkpoint-')}")
         print(f"accepted: {', '.join(changed) or 'nothing has changed'}")
     num_usable = 0
     print(f"{'step':>8}  {'MB':>11}  {'ranks':>5}  state")

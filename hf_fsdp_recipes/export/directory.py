@@ -144,13 +144,6 @@ def publish(written: Path, export_dir: Path, facts: Mapping[str, object]) -> Pat
     return _rename_to_free_name(written, export_dir)
 
 
-def move_files(written: Path, target: Path) -> None:
-    """Move an export's files into a directory that may have other files. Rank 0 only."""
-    for path in written.iterdir():
-        path.replace(target / path.name)
-    written.rmdir()
-
-
 def write_configs(
     directory: Path,
     model: PreTrainedModel,

@@ -3,9 +3,11 @@
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import TrainerCallback, TrainerState
@@ -15,7 +17,6 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.export.directory import (
     check_is_own,
-    move_files,
     publish,
     read_run,
     set_aside_if_later,
@@ -94,11 +95,6 @@ class ShardedCheckpointCallback(TrainerCallback):
         patches.enable_cpu_ranks()
         patches.apply_for_saving()
 
-    @property
-    def saves_checkpoints(self) -> bool:
-        """Whether a training loop runs through `train`."""
-        return self._is_training
-
     def on_train_begin(self, *_: object, **__: object) -> None:
         """Note that training has begun.
 
@@ -112,7 +108,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             )
         self.has_begun = True
 
-    def train(
+    def train_with(
         self,
         trainer: Any,  # a Trainer
         loop: Callable[[], Any],
@@ -166,8 +162,6 @@ class ShardedCheckpointCallback(TrainerCallback):
         facts = {
             "run": run.run_id,
             "step": state.global_step,
-            "best_step": state.best_global_step if trainer.args.load_best_model_at_end else None,
-            "dtype": str(self._export_dtype),
         }
         if not hasattr(trainer.model, "peft_config"):
             exports = exports[:1]  # there is no adapter to merge
@@ -217,11 +211,10 @@ def _save_model(
     output_dir: str | None = None,
     _internal_call: bool = False,
 ) -> None:
-    """Do what `Trainer.save_model` does: with sharded state, it writes nothing. Collective."""
-    if not _internal_call and is_sharded(trainer):
-        target = Path(output_dir or str(trainer.args.output_dir))
-        written = export_model(
-            trainer.model, target / "_export", tokenizer=trainer.processing_class
-        )
-        distributed.run_on_main(lambda: move_files(written, target))
-    by_trainer(output_dir, _internal_call)
+    """Let `Trainer.save_model` write the full model, not nothing, if the state is sharded."""
+    with ExitStack() as replaced:
+        if is_sharded(trainer) and not _internal_call:
+            plugin = trainer.accelerator.state.fsdp_plugin
+            full = type(plugin.state_dict_type).FULL_STATE_DICT
+            replaced.enter_context(mock.patch.object(plugin, "state_dict_type", full))
+        by_trainer(output_dir, _internal_call)

@@ -107,14 +107,14 @@ class Run(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **kwargs: Any,
+        **_: object,
     ) -> None:
         """Install the signal handlers. If the run is complete, let Trainer skip its epochs."""
         states: Any = state.stateful_callbacks  # annotated as a list, but a dict
         states[STATE_KEY] = {"run": self.run_id}
         self._kept_best = _best(state)
         if self.trainer.is_fsdp_enabled:
-            train_like_one_process(kwargs["model"])
+            train_like_one_process(self.trainer.model)
         self._flags = StepFlags(self._signals)
         self._opened.callback(self._flags.close)
         self.is_complete = state.max_steps <= state.global_step
@@ -200,6 +200,11 @@ class Run(TrainerCallback):
             return
         self._settle()
         self._stop_if_hopeless()
+        # As Trainer does, once this save is complete.
+        best_path = self._path_of(state.best_global_step)
+        is_new = state.best_global_step == state.global_step
+        if distributed.from_main(is_new or best_path.is_dir()):
+            state.best_model_checkpoint = str(best_path)
         save = Save(
             step=state.global_step,
             written=self._directory.workspace / f"checkpoint-{state.global_step}",
@@ -210,51 +215,43 @@ class Run(TrainerCallback):
                 "global_batch_size": trainer.get_total_train_batch_size(args),
             },
             keep=args.save_total_limit,
-            best=distributed.from_main(_find_best(state, self._directory.path)),
+            best=_best(state),
         )
         self._save = save
         self._saved_step = save.step
         try:
             distributed.run_on_main(lambda: self._directory.begin(save.step))
-            error = self._write_small_files(save, partial(by_trainer, model, trial))
-            distributed.raise_agreed(error)
+            with distributed.agreed():
+                self._write_small_files(save, partial(by_trainer, model, trial))
+            self._saver.start(save, self._is_asynchronous)
         except Exception as error:
             save.error = error
-        else:
-            self._saver.start(save, self._is_asynchronous)
-        _set_best(state, save.best)
-        callbacks = trainer.callback_handler.callbacks
-        callbacks.remove(self)  # to the end: one may have been added
-        if any(map(_may_add_files, callbacks)):
-            distributed.run_on_main(lambda: self._directory.expose(save.written))
-        callbacks.append(self)
+        distributed.run_on_main(lambda: self._directory.expose(save.written))
+        # To the end: another callback may have been added.
+        trainer.callback_handler.callbacks.remove(self)
+        trainer.callback_handler.callbacks.append(self)
 
-    def _write_small_files(self, save: Save, by_trainer: Callable[[], None]) -> Exception | None:
-        """Let Trainer write its files, and record the sharded state. Return this rank's error."""
+    def _write_small_files(self, save: Save, by_trainer: Callable[[], None]) -> None:
+        """Let Trainer write its files, and record the sharded state."""
         trainer = self.trainer
         state = trainer.state
-        file = save.written / TRAINER_STATE_NAME
-        try:
-            # Otherwise, Trainer would look for the best checkpoint beside the unfinished one.
-            _set_best(state, (None, None, None))
-            with redirected(trainer, save.written.parent) as save.state:
-                by_trainer()
-            _set_best(state, save.best)
-            if not save.state:
-                weights = trainer.model.named_parameters()
-                check_finite(item for item in weights if item[1].requires_grad)
-            if trainer.args.should_save:
-                if not file.is_file():
-                    raise CheckpointError(
-                        f"{type(trainer).__name__} has saved nothing in {file.parent}"
-                    )
-                state.save_to_json(str(file))
-                if save.state:
-                    model = extract_model_from_parallel(trainer.model, keep_torch_compile=False)
-                    write_description(save.written, model, trainer.processing_class)
-        except Exception as error:
-            return error
-        return None
+        with redirected(trainer, save.written.parent) as save.state:
+            by_trainer()
+        # Trainer has set it to the unfinished directory.
+        state.best_model_checkpoint = save.best[-1]
+        if not save.state:
+            weights = trainer.model.named_parameters()
+            check_finite(item for item in weights if item[1].requires_grad)
+        if trainer.args.should_save:
+            file = save.written / TRAINER_STATE_NAME
+            if not file.is_file():
+                raise CheckpointError(
+                    f"{type(trainer).__name__} has saved nothing in {file.parent}"
+                )
+            state.save_to_json(str(file))
+            if save.state:
+                model = extract_model_from_parallel(trainer.model, keep_torch_compile=False)
+                write_description(save.written, model, trainer.processing_class)
 
     def on_save(
         self,
@@ -359,17 +356,3 @@ def _best(state: TrainerState) -> tuple[Any, ...]:
 
 def _set_best(state: TrainerState, best: tuple[Any, ...]) -> None:
     state.best_metric, state.best_global_step, state.best_model_checkpoint = best
-
-
-def _find_best(state: TrainerState, directory: Path) -> tuple[Any, ...]:
-    """Return Trainer's best model once the save that begins is complete, as Trainer does."""
-    metric, step, checkpoint = _best(state)
-    path = directory / f"checkpoint-{step}"
-    if step and (step == state.global_step or path.is_dir()):
-        checkpoint = str(path)
-    return metric, step, checkpoint
-
-
-def _may_add_files(callback: TrainerCallback) -> bool:
-    is_own = type(callback).__module__.startswith("hf_fsdp_recipes.")
-    return not is_own and type(callback).on_save is not TrainerCallback.on_save

@@ -172,9 +172,9 @@ def _run_training_loop(
         original, self, batch_size, args, resume_from_checkpoint, trial, *others, **options
     )
     for callback in self.callback_handler.callbacks:
-        # The callback's `train` is public only for this call.
-        if hasattr(callback, "saves_checkpoints"):
-            return callback.train(self, loop, resume_from_checkpoint, trial)
+        # `train_with` of our callback is public only for this call.
+        if hasattr(callback, "train_with"):
+            return callback.train_with(self, loop, resume_from_checkpoint, trial)
     return loop()
 
 
