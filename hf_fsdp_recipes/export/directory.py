@@ -4,7 +4,6 @@ It has a temporary name until all files are written. Then it gets the first free
 """
 
 import json
-import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -26,8 +25,6 @@ from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.files import PathLike
 from hf_fsdp_recipes.saving.directory import LOCK, lock, set_aside, sync
 from hf_fsdp_recipes.upstream.transformers_internals import custom_object_save
-
-logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"  # says which run has made an export
 TEMPORARY = "-tmp-"  # in the name of an export that is being written
@@ -85,19 +82,12 @@ def _finish(temporary: Path, wanted: Path, processor: Any) -> Path:
 def _rename_to_free_name(directory: Path, wanted: Path) -> Path:
     final = wanted
     number = 0
-    while not _is_free(final):
+    while os.path.lexists(final):
         number += 1
         final = wanted.with_name(f"{wanted.name}-{number}")
     directory.rename(final)
     sync(final.parent)
     return final
-
-
-def _is_free(path: Path) -> bool:
-    """Return whether nothing or an empty directory is there, so that a directory can replace it."""
-    if path.is_dir() and not path.is_symlink():
-        return not any(path.iterdir())
-    return not os.path.lexists(path)
 
 
 def read_run(export_dir: Path) -> dict[str, Any]:
@@ -111,19 +101,10 @@ def read_run(export_dir: Path) -> dict[str, Any]:
 
 def check_is_own(export_dir: Path, run_id: str) -> None:
     """Raise an ExportError if a directory is there that is no export of this run. Rank 0 only."""
-    if not _is_free(export_dir) and read_run(export_dir).get("run") != run_id:
+    if os.path.lexists(export_dir) and read_run(export_dir).get("run") != run_id:
         raise ExportError(
             f"{export_dir} exists and is no export of this run. Move it, or choose another "
             "directory for the export."
-        )
-
-
-def set_aside_if_later(export_dir: Path, step: int) -> None:
-    """Set a run's export aside if the run continues at an earlier step. Rank 0 only."""
-    if read_run(export_dir).get("step", 0) > step:
-        aside = set_aside(export_dir)
-        logger.warning(
-            "training continues at step %d, so %s is renamed to %s", step, export_dir, aside.name
         )
 
 

@@ -19,11 +19,10 @@ from hf_fsdp_recipes.export.directory import (
     check_is_own,
     publish,
     read_run,
-    set_aside_if_later,
 )
 from hf_fsdp_recipes.export.export import export_model, parse_dtype
 from hf_fsdp_recipes.loading.load_model import check_fsdp_version
-from hf_fsdp_recipes.saving.directory import OutputDirectory
+from hf_fsdp_recipes.saving.directory import OutputDirectory, set_aside_later
 from hf_fsdp_recipes.saving.recorder import is_sharded
 from hf_fsdp_recipes.saving.run import STATE_KEY, Run
 from hf_fsdp_recipes.upstream import patches
@@ -83,9 +82,13 @@ class ShardedCheckpointCallback(TrainerCallback):
         merge_adapter: bool = False,
         signals: bool = True,
     ) -> None:
-        self._options = {"asynchronous": asynchronous, "signals": signals}
-        self._merge_adapter = merge_adapter
-        self._export_dir = None if export_dir is None else Path(export_dir)
+        self.asynchronous = asynchronous
+        self.signals = signals
+        self._exports: list[Path] = []  # where the model is exported, and the merged one
+        if export_dir is not None:
+            self._exports.append(Path(export_dir))
+            if merge_adapter:
+                self._exports.append(Path(f"{Path(export_dir)}_merged"))
         self._export_dtype = parse_dtype(export_dtype)
         self.has_begun = False
         self._run_id: str | None = None
@@ -124,85 +127,61 @@ class ShardedCheckpointCallback(TrainerCallback):
             trial: the trial of a hyperparameter search, if there is one.
         """
         directory = OutputDirectory(Path(getattr(trainer, GET_OUTPUT_DIR)(trial)))
-        exports = self._find_exports(None if trial is None else directory.path)
-        before = self._run_id if trainer.args.auto_find_batch_size else None
         self._run_id = distributed.run_on_main(
-            lambda: _claim(directory, exports, before, checkpoint)
+            lambda: self._claim(directory, trainer.args.auto_find_batch_size or trial, checkpoint)
         )
         self._is_training = True
         try:
-            run = Run(
-                trainer,
-                trial,
-                directory,
-                self._run_id,
-                export=lambda run: self._export(run, exports),
-                **self._options,
-            )
             if is_sharded(trainer) and "save_model" not in vars(trainer):
-                save = partial(_save_model, trainer, trainer.save_model)
-                trainer.save_model = save
-            return run.train(loop)
+                trainer.save_model = partial(_save_model, trainer, trainer.save_model)
+            return Run(self, trainer, trial, directory, self._run_id).train(loop)
         finally:
             self._is_training = False
             if distributed.is_main():
                 directory.close()
 
-    def _find_exports(self, trial_dir: Path | None) -> list[Path]:
-        """Return the directories of the export and of the merged one, if they are wanted."""
-        if self._export_dir is None:
-            return []
-        export_dir = self._export_dir if trial_dir is None else trial_dir / self._export_dir.name
-        merged_dir = export_dir.with_name(f"{export_dir.name}_merged")
-        return [export_dir, merged_dir] if self._merge_adapter else [export_dir]
+    def _claim(
+        self, directory: OutputDirectory, is_repeated: object, checkpoint: str | None
+    ) -> str:
+        """Open the directories of a run on rank 0. Return the run's id.
 
-    def _export(self, run: Run, exports: list[Path]) -> None:
-        trainer = run.trainer
-        state = trainer.state
-        facts = {
-            "run": run.run_id,
-            "step": state.global_step,
-        }
-        if not hasattr(trainer.model, "peft_config"):
-            exports = exports[:1]  # there is no adapter to merge
-        for export_dir, merge_adapter in zip(exports, (False, True), strict=False):
+        If `is_repeated`, one `Trainer.train` or hyperparameter search runs several training loops.
+        """
+        step = 0
+        run_id = self._run_id if is_repeated else None
+        if checkpoint is not None:
+            state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+            step = state.global_step
+            states: Any = state.stateful_callbacks  # annotated as a list, but a dict
+            run_id = states.get(STATE_KEY, {}).get("run")
+        run_id = run_id or secrets.token_hex(8)
+        for export_dir in self._exports:
+            check_is_own(export_dir, run_id)
+        directory.open(run_id, checkpoint, step)
+        for export_dir in self._exports:
+            if read_run(export_dir).get("step", 0) > step:
+                set_aside_later(export_dir, step)
+        return run_id
+
+    def export(self, run: Run) -> None:
+        """Export the model of a run that ends. Collective. A run calls it."""
+        model = run.trainer.model
+        facts = {"run": run.run_id, "step": run.trainer.state.global_step}
+        for merge_adapter, export_dir in enumerate(self._exports):
+            if merge_adapter and not hasattr(model, "peft_config"):
+                break
             if run.is_complete and distributed.from_main(read_run(export_dir)) == facts:
                 distributed.print_main(f"{export_dir} holds this model already")
                 continue
             written = export_model(
-                trainer.model,
+                model,
                 export_dir.with_name(f".{export_dir.name}-{run.run_id}"),
                 dtype=self._export_dtype,
-                tokenizer=trainer.processing_class,
-                merge_adapter=merge_adapter,
+                tokenizer=run.trainer.processing_class,
+                merge_adapter=bool(merge_adapter),
             )
             final = distributed.run_on_main(partial(publish, written, export_dir, facts))
             distributed.print_main(f"exported: {final}")
-
-
-def _claim(
-    directory: OutputDirectory,
-    exports: list[Path],
-    run_id: str | None,
-    checkpoint: str | None,
-) -> str:
-    """Open the directories of a run on rank 0. Return the run's id.
-
-    `run_id` is that of a run that Trainer starts again, as with auto_find_batch_size.
-    """
-    step = 0
-    if checkpoint is not None:
-        state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-        step = state.global_step
-        states: Any = state.stateful_callbacks  # annotated as a list, but a dict
-        run_id = states.get(STATE_KEY, {}).get("run")
-    run_id = run_id or secrets.token_hex(8)
-    for export_dir in exports:
-        check_is_own(export_dir, run_id)
-    directory.open(run_id, None if checkpoint is None else Path(checkpoint), step)
-    for export_dir in exports:
-        set_aside_if_later(export_dir, step)
-    return run_id
 
 
 def _save_model(

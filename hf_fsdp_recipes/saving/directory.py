@@ -67,7 +67,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
             for name, facts in manifest["files"].items()
         }
         return manifest
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except Exception:  # a damaged one can raise any error
         return None
 
 
@@ -100,7 +100,7 @@ class OutputDirectory:
         self.workspace = path / WORKSPACE
         self._lock: TextIO | None = None
 
-    def open(self, run: str, resumed: Path | None, step: int) -> None:
+    def open(self, run: str, resumed: str | None, step: int) -> None:
         """Lock the directory, and make it ready for a run that continues at a step.
 
         Deletes what a killed run left unfinished, and sets checkpoints of later steps aside.
@@ -118,9 +118,10 @@ class OutputDirectory:
         if self._lock is None:
             raise CheckpointError(f"another run trains in {self.path}. End it first.")
         found = list_checkpoints(self.path)
-        is_here = resumed is not None and resumed.absolute().parent.resolve() == self.path.resolve()
         others = [path for path in found if (read_manifest(path) or {}).get("run") != run]
-        if others and not is_here:
+        if resumed is not None and Path(resumed).absolute().parent.samefile(self.path):
+            others = []
+        if others:
             self.close()
             raise CheckpointError(
                 f"{self.path} holds {others[0].name} of an earlier run. Resume it with "
@@ -129,16 +130,9 @@ class OutputDirectory:
                 "output_dir."
             )
         self._clean()
-        for checkpoint in found:
-            if step_of(checkpoint) > step:
-                # Otherwise, the next resume would take it as the latest checkpoint.
-                aside = set_aside(checkpoint)
-                logger.warning(
-                    "training continues at step %d, so %s is renamed to %s",
-                    step,
-                    checkpoint,
-                    aside.name,
-                )
+        for path in found:
+            if step_of(path) > step:
+                set_aside_later(path, step)
 
     def close(self) -> None:
         """Delete the workspace and unlock the directory."""
@@ -247,6 +241,14 @@ class OutputDirectory:
         for path in self.workspace.iterdir():
             if path.name != LOCK:
                 rmtree(path, ignore_errors=True)
+
+
+def set_aside_later(directory: Path, step: int) -> None:
+    """Set aside what is of a later step than the one at which training continues, and warn."""
+    aside = set_aside(directory)
+    logger.warning(
+        "training continues at step %d, so %s is renamed to %s", step, directory, aside.name
+    )
 
 
 def set_aside(directory: Path) -> Path:

@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
@@ -50,13 +50,6 @@ class HostCopy:
 
         Every rank of the node calls this before any of them calls `take`, which allocates memory.
         """
-        for path, tensor in find_tensors(state):
-            local = local_part(tensor)
-            if type(local) not in PLAIN_CLASSES or local.layout != torch.strided:
-                name = ".".join(map(str, path))
-                raise CheckpointError(
-                    f"{name} is a {type(local).__name__}, which has no memory of its own"
-                )
         originals = find_originals(state)
         if forms_of(originals) == self._forms:
             return
@@ -141,11 +134,19 @@ class HostCopy:
 def find_originals(state: Mapping[str, Any]) -> dict[Any, Tensor]:
     """Return {what identifies a tensor: tensor}, in the order of the state.
 
-    So a tensor with two names is found once.
+    So a tensor with two names is found once. Raises a CheckpointError if a tensor cannot be copied.
     """
     originals: dict[Any, Tensor] = {}
-    for _, tensor in find_tensors(state):
-        originals.setdefault(identify(tensor), tensor)
+
+    def add(tensor: Tensor) -> Tensor:
+        local = local_part(tensor)
+        if type(local) not in PLAIN_CLASSES or local.layout != torch.strided:
+            raise CheckpointError(
+                f"the state has a {type(local).__name__}, which has no memory of its own"
+            )
+        return originals.setdefault(identify(tensor), tensor)
+
+    map_tensors(state, add)
     return originals
 
 
@@ -191,17 +192,6 @@ def identify(tensor: Tensor) -> tuple[object, object]:
         local.is_neg(),
     )
     return form, view
-
-
-def find_tensors(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Tensor]]:
-    """Yield the tensors in nested dicts, lists and tuples, with the keys and indices to them."""
-    if isinstance(value, Tensor):
-        yield path, value
-    if type(value) in (list, tuple):
-        value = dict(enumerate(value))
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from find_tensors(item, (*path, key))
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

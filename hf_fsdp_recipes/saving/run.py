@@ -39,36 +39,32 @@ class Run(TrainerCallback):
     """One training loop. While it runs, this is the last of the trainer's callbacks.
 
     Args:
+        callback: the callback that runs the loop, with its arguments.
         trainer: the trainer.
         trial: the trial of a hyperparameter search, if there is one.
         directory: the run's output directory, which rank 0 has opened.
         run_id: the run's id.
-        asynchronous: whether training continues while a checkpoint is written.
-        signals: whether a signal to any rank makes all ranks save and stop.
-        export: exports the model. It takes this run.
     """
 
     def __init__(
         self,
+        callback: Any,  # a ShardedCheckpointCallback
         trainer: Any,  # a Trainer
         trial: object,
         directory: OutputDirectory,
         run_id: str,
-        *,
-        asynchronous: bool,
-        signals: bool,
-        export: Callable[["Run"], None],
     ) -> None:
         self.trainer = trainer
         self.run_id = run_id
         self.is_complete = False  # whether the run had all of its steps when it was started
+        self._callback = callback
         self._trial = trial
         self._directory = directory
         self._saver = Saver(directory)
-        self._is_asynchronous = asynchronous and not trainer.args.push_to_hub
-        self._signals = signals
+        self._is_asynchronous = distributed.from_main(
+            callback.asynchronous and not trainer.args.push_to_hub
+        )
         self._stop_signal = 0
-        self._export = export
         self._save: Save | None = None  # the save in flight
         self._saved_step = -1  # the step of the last save, in flight or ended
         self._error: BaseException | None = None  # of the last save
@@ -115,7 +111,7 @@ class Run(TrainerCallback):
         self._kept_best = _best(state)
         if self.trainer.is_fsdp_enabled:
             train_like_one_process(self.trainer.model)
-        self._flags = StepFlags(self._signals)
+        self._flags = StepFlags(self._callback.signals)
         self._opened.callback(self._flags.close)
         self.is_complete = state.max_steps <= state.global_step
         if self.is_complete:
@@ -310,7 +306,7 @@ class Run(TrainerCallback):
         """
         self._settle()
         if not self._stop_signal:
-            self._export(self)
+            self._callback.export(self)
         if self._error is not None:
             raise CheckpointError(
                 f"the last checkpoint was not saved: {describe(self._error)}"

@@ -158,24 +158,14 @@ TRAINING_LOOP = Patch(
 )
 
 
-def _run_training_loop(
-    original: Callable,
-    self: Any,
-    batch_size: int | None = None,
-    args: Any = None,
-    resume_from_checkpoint: str | None = None,
-    trial: Any = None,
-    *others: Any,
-    **options: Any,
-) -> Any:
-    loop = functools.partial(
-        original, self, batch_size, args, resume_from_checkpoint, trial, *others, **options
-    )
+def _run_training_loop(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     for callback in self.callback_handler.callbacks:
         # `train_with` of our callback is public only for this call.
         if hasattr(callback, "train_with"):
-            return callback.train_with(self, loop, resume_from_checkpoint, trial)
-    return loop()
+            loop = functools.partial(original, self, *args, **kwargs)
+            checkpoint = kwargs.get("resume_from_checkpoint")
+            return callback.train_with(self, loop, checkpoint, kwargs.get("trial"))
+    return original(self, *args, **kwargs)
 
 
 # With an FSDP plugin, Accelerate turns MULTI_GPU into FSDP. For MULTI_CPU, it silently ignores the

@@ -68,7 +68,8 @@ def test_no_file_operation_of_a_save_is_a_wrong_moment_for_a_kill(tmp_path):
         steps = steps_in(output)
         assert max(steps, default=0) >= published[0], f"lost after event {event_of_kill}"
         latest = next(iter(list_checkpoints(output)), None)
-        OutputDirectory(output).open("run", latest, max(steps, default=0))  # the next start
+        resumed = latest and str(latest)
+        OutputDirectory(output).open("run", resumed, max(steps, default=0))  # the next start
         assert steps_in(output) == steps
         assert len(list(output.glob("_saving/*"))) == 1  # the lock
         assert not any(path.is_symlink() for path in output.iterdir())
