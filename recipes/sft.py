@@ -196,11 +196,11 @@ def main(arguments: Arguments) -> None:
     trainer = build_trainer(arguments, saving)
     with explained("training cannot begin", lambda: saving.has_begun):
         trainer.train(resume_from_checkpoint=checkpoint)
-    if training.push_to_hub and export_dir and distributed.is_main():
+    if training.push_to_hub and saving.exported and distributed.is_main():
         from huggingface_hub import HfApi
 
         HfApi(token=training.hub_token).upload_folder(
-            repo_id=trainer.hub_model_id, folder_path=export_dir
+            repo_id=trainer.hub_model_id, folder_path=saving.exported[0]
         )
     trainer.accelerator.end_training()
 
