@@ -6,9 +6,11 @@ They train a tiny model with dropout for a few steps, and describe what came of 
 import hashlib
 import logging
 import os
+import tempfile
+import time
 from pathlib import Path
 
-from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.errors import CheckpointError, ExportError
 
 LORA = {
     "r": 4,
@@ -103,15 +105,18 @@ def _tokenizer():
 def describe(trainer):
     """Return the losses, Trainer's best model and hashes of the weights and the optimizer's state.
 
-    Collective.
+    `trained` are the hashes of the trained weights, sorted. Collective.
     """
     state = trainer.state
-    optimizer = trainer.optimizer.state if trainer.optimizer else {}  # refused before training
+    # There is no optimizer until the model is prepared for training.
+    optimizer = trainer.optimizer.state if trainer.optimizer else {}
     parameters = sorted(trainer.model.named_parameters())
     return {
         "losses": {entry["step"]: entry["loss"] for entry in state.log_history if "loss" in entry},
         "best": (state.best_metric, state.best_global_step, state.best_model_checkpoint),
+        "step": state.global_step,
         "weights": [_digest(value) for _, value in parameters],
+        "trained": sorted(_digest(value) for _, value in parameters if value.requires_grad),
         "optimizer": [
             _digest(value)
             for _, parameter in parameters
@@ -128,11 +133,28 @@ def _digest(value):
     return hashlib.sha1(content).hexdigest()[:10]
 
 
+def digests_in(directory):
+    """Return the hashes of all weights in a checkpoint or an export, sorted."""
+    import torch
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    tensors = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+    shards = directory / "pytorch_model_fsdp_0"
+    if shards.is_dir():
+        with tempfile.NamedTemporaryFile() as file:
+            dcp_to_torch_save(shards, file.name)
+            tensors |= torch.load(file.name)["model"]
+    return sorted(map(_digest, tensors.values()))
+
+
 def train(output, *, stock=False, resume=True, callback=None, prepare=None, **options):
     """Train and return what came of it.
 
     This is `describe`, where the run resumed, this package's warnings and error, and what `prepare`
-    noted.
+    noted. A SystemExit is not caught.
 
     `resume` is a checkpoint, or whether to resume from the latest one. `stock` trains without our
     callback, `callback` holds its arguments, `prepare` is called with the trainer and may append to
@@ -152,21 +174,26 @@ def train(output, *, stock=False, resume=True, callback=None, prepare=None, **op
         prepare(trainer)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except CheckpointError as found:
+    except (CheckpointError, ExportError) as found:
         error = str(found)
     resumed = checkpoint and Path(checkpoint).name
     outcome = {"resumed": resumed, "warnings": warnings, "notes": trainer.notes, "error": error}
     return describe(trainer) | outcome
 
 
-def on(trainer, event, action):
-    """Call `action(state, control)` at an event of the trainer, before our callback."""
+def on(trainer, event, action, is_last=False):
+    """Call `action(state, control)` at an event of the trainer, before our callback.
+
+    If `is_last`, call it after all other callbacks.
+    """
     from transformers import TrainerCallback
 
     def act(self, args, state, control, **kwargs):
         action(state, control)
 
-    trainer.callback_handler.callbacks.insert(0, type("Act", (TrainerCallback,), {event: act})())
+    callback = type("Act", (TrainerCallback,), {event: act})()
+    callbacks = trainer.callback_handler.callbacks
+    callbacks.insert(len(callbacks) if is_last else 0, callback)
 
 
 def before_writing(fragment, action):
@@ -181,6 +208,29 @@ def before_writing(fragment, action):
         return open_hashed(files, path, mode)
 
     hashing.open_hashed = act
+
+
+def before_last_file(trainer, step, action):
+    """Call `action` on each rank before Trainer writes its last file of the save at a step."""
+    save = trainer._save_rng_state
+
+    def act(directory):
+        if trainer.state.global_step == step:
+            action()
+        save(directory)
+
+    trainer._save_rng_state = act
+
+
+def slow_disk():
+    """Let each flush to disk take longer than a step of training."""
+    flush = os.fsync
+
+    def flush_late(descriptor):
+        time.sleep(0.1)
+        flush(descriptor)
+
+    os.fsync = flush_late
 
 
 def collect_warnings():
@@ -205,5 +255,24 @@ def steps_in(output):
     return sorted(step_of(checkpoint) for checkpoint in found)
 
 
+def contents_of(directory):
+    """Return the content of each file below a directory; None stands for a directory."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
+        for path in directory.rglob("*")
+    }
+
+
+def names_in(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 120
+    while not os.path.lexists(path):
+        assert time.monotonic() < deadline, f"{path.name} does not appear"
+        time.sleep(0.05)
+
+
 def rank():
-    return int(os.environ["RANK"])
+    return int(os.environ.get("RANK", "0"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.harness import context, free_port
-from tests.saving.runs import on, rank, steps_in, train
+from tests.saving.runs import on, rank, steps_in, train, wait_for
 
 SLOW = pytest.mark.slow
 
@@ -78,16 +78,9 @@ def _report_steps(trainer):
 def test_when_the_launcher_dies_all_ranks_save_the_same_step_and_exit_with_85(fsdp, tmp_path):
     launcher = context.Process(target=_launch_two_ranks, args=(fsdp, tmp_path / "run"))
     launcher.start()
-    _wait_for(tmp_path / "run-started")
+    wait_for(tmp_path / "run-started")
     launcher.kill()
     for number in range(2):
-        _wait_for(tmp_path / f"error-{number}")
+        wait_for(tmp_path / f"error-{number}")
         assert os.readlink(tmp_path / f"error-{number}") == "SystemExit(85)"
     assert len(steps_in(tmp_path / "run")) == 1
-
-
-def _wait_for(path):
-    deadline = time.monotonic() + 120
-    while not os.path.lexists(path):
-        assert time.monotonic() < deadline, f"{path.name} does not appear"
-        time.sleep(0.2)
