@@ -136,7 +136,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         try:
             if is_sharded(trainer) and "save_model" not in vars(trainer):
                 trainer.save_model = partial(_save_model, trainer, trainer.save_model)
-            return Run(self, trainer, trial, directory, self._run_id).train(loop)
+            return Run(self, trainer, directory, self._run_id).train(loop)
         finally:
             self._is_training = False
             if distributed.is_main():
