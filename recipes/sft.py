@@ -158,7 +158,7 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
             model=model,
             args=training,
             train_dataset=train,
-            eval_dataset=evaluation if training.eval_strategy != "no" else None,
+            eval_dataset=evaluation,
             processing_class=tokenizer,
             peft_config=get_peft_config(arguments.model),
             callbacks=[

@@ -80,7 +80,7 @@ class Arguments:
     @property
     def is_streamed(self) -> bool:
         """Whether the dataset is a stream, whose rows are read during training."""
-        return self.mixture.streaming if self.mixture.datasets else self.script.dataset_streaming
+        return self.mixture.streaming or self.script.dataset_streaming
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:

@@ -89,18 +89,11 @@ def _check_training(training: "SFTConfig") -> Iterator[str]:
 
 
 def _check_rows(arguments: Arguments) -> Iterator[str]:
-    mixture = arguments.mixture
     percentage = arguments.recipe.validation_split_percentage
     if not 0 <= percentage < 100:
         yield f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."
     if percentage > 0 and arguments.is_streamed:
         yield "A stream cannot be split. Remove validation_split_percentage."
-    is_misplaced = arguments.script.dataset_streaming if mixture.datasets else mixture.streaming
-    if is_misplaced:
-        yield (
-            "dataset_streaming belongs to dataset_name, and streaming to datasets. Set the other "
-            "one."
-        )
 
 
 def _check_adapter(arguments: Arguments) -> Iterator[str]:
