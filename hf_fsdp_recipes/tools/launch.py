@@ -71,13 +71,12 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
     from hf_fsdp_recipes.upstream.patches import HIDDEN_DEVICES
     from hf_fsdp_recipes.upstream.torch_internals import ChildFailedError, SignalException
 
-    recipe = ["--config", str(find_file("recipe", config))] if config else []
     template = find_file("template", accelerate_config)
     os.environ.update(PREEMPTION | os.environ)
     if read_yaml(template).get("use_cpu") or parse_flag_from_env("ACCELERATE_USE_CPU"):
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
     try:
-        launch_command(parse_launch(template, recipe + context.args))
+        launch_command(parse_launch(template, config, context.args))
     except (TypeError, ValueError) as error:
         raise ToolError(
             f"accelerate launch refuses {template} or an option: {describe(error)}. "
@@ -88,7 +87,7 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
         sys.exit(1)
 
 
-def parse_launch(template: Path, arguments: Sequence[str]) -> Namespace:
+def parse_launch(template: Path, recipe: str | None, arguments: Sequence[str]) -> Namespace:
     """Return the parsed arguments of `accelerate launch`.
 
     `training_script_args` has the script's own arguments. Options of the launcher and of the script
@@ -105,6 +104,8 @@ def parse_launch(template: Path, arguments: Sequence[str]) -> Namespace:
     }
     for_launcher = ["--config_file", str(template)]
     for_script = [str(shipped_directory("recipe") / "sft.py")]
+    if recipe:
+        for_script += ["--config", str(find_file("recipe", recipe))]
     target = for_script
     for argument in arguments:
         name = argument.partition("=")[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.errors import RecipeError, describe
 from hf_fsdp_recipes.tools.files import Settings, read_yaml
 from hf_fsdp_recipes.upstream.patches import are_cpu_ranks_requested
 
@@ -110,7 +110,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     try:
         return Arguments(*parser.parse_args_and_config(options + words))
     except (ValueError, TypeError, ImportError) as error:  # raised by the classes' own checks
-        raise RecipeError(f"an argument is refused: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"an argument is refused: {describe(error)}") from error
 
 
 def _is_checked(value: object, action: argparse.Action) -> bool:

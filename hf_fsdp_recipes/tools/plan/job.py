@@ -72,7 +72,8 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
         RecipeError: a file does not exist or cannot be read, an option is unknown, or the template
             is not for FSDP2.
     """
-    parsed = parse_launch(find_file("template", template), ["--main_process_port=0", *options])
+    arguments = ["--main_process_port=0", *options]
+    parsed = parse_launch(find_file("template", template), recipe, arguments)
     launch, _, _ = validate_launch_command(parsed)
     environment = prepare_multi_gpu_env(launch)
     if environment.get("FSDP_VERSION") != "2":
@@ -81,10 +82,9 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
             "fsdp_version: 2."
         )
     environment["ACCELERATE_USE_CPU"] = "true"  # so that any machine can read a recipe for GPUs
-    argv = ["--config", str(find_file("recipe", recipe))] if recipe else []
     with patch.dict(os.environ, environment):
-        arguments = parse_arguments([*argv, *launch.training_script_args])
-    return Job(arguments, environment, launch.num_processes, bool(launch.use_cpu))
+        parsed_script = parse_arguments(launch.training_script_args)
+    return Job(parsed_script, environment, launch.num_processes, bool(launch.use_cpu))
 
 
 def read_config(job: Job) -> PreTrainedConfig:

@@ -7,7 +7,7 @@ torch's `MemTracker` counts what is allocated and freed. `stand_ins.py` has what
 
 import os
 import warnings
-from dataclasses import replace
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -25,8 +25,8 @@ from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.loading.bnb_4bit import PRECISIONS
 from hf_fsdp_recipes.loading.load_model import build_on_meta, find_class, take_quantizer
 from hf_fsdp_recipes.tools.plan.job import Job
-from hf_fsdp_recipes.tools.plan.stand_ins import pack_linears, replaced_functions
-from hf_fsdp_recipes.training.adjustments import gather_units_once
+from hf_fsdp_recipes.tools.plan.stand_ins import pack_linears, replacements
+from hf_fsdp_recipes.training.adjustments import reduce_in_float32
 from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
 from hf_fsdp_recipes.upstream.patches import LOADER, apply_for_loading
 from hf_fsdp_recipes.upstream.planner_internals import (
@@ -35,7 +35,6 @@ from hf_fsdp_recipes.upstream.planner_internals import (
     FakeTensorMode,
     MemoryKind,
     MemTracker,
-    active_fake_mode,
     add_fused_lm_head,
     fsdp2_apply_ac,
     fsdp2_prepare_model,
@@ -72,8 +71,10 @@ def measure_step(config: PreTrainedConfig, job: Job) -> dict[str, float]:
         with (
             warnings.catch_warnings(action="ignore"),
             patch.dict(os.environ, job.environment),
-            replaced_functions(job),
+            ExitStack() as stack,
         ):
+            for replacement in replacements(job):
+                stack.enter_context(patch.object(*replacement))
             model = _build(config, job)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 # torch and Accelerate treat fake tensors like real ones.
@@ -126,8 +127,6 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
 def _build_base(config: PreTrainedConfig, job: Job) -> PreTrainedModel:
     """Return the model without an adapter. If the recipe says so, it is packed into 4 bits."""
     chosen = job.arguments.model
-    config.get_text_config().use_cache = False
-    config.use_cache = False
     take_quantizer(config)
     auto_class = find_class(config)
     dtype: Any = getattr(torch, str(chosen.dtype), None) or config.dtype or torch.float32
@@ -154,10 +153,6 @@ def _shard(model: Any, mesh: DeviceMesh, job: Job) -> Any:
     plugin = FullyShardedDataParallelPlugin(cpu_offload=False, cpu_ram_efficient_loading=False)
     if precision != "no":
         plugin.set_mixed_precision(precision)
-        # as `adjust` does
-        plugin.mixed_precision_policy = replace(
-            plugin.mixed_precision_policy, reduce_dtype=torch.float32
-        )
     if job.arguments.model.load_in_4bit:
         precision = "no"  # adapters of 4-bit models stay in bf16
     accelerator = SimpleNamespace(  # what Accelerate's functions for FSDP2 read of an Accelerator
@@ -174,7 +169,7 @@ def _shard(model: Any, mesh: DeviceMesh, job: Job) -> Any:
     plugin.set_auto_wrap_policy(model)
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
-    gather_units_once(model)
+    reduce_in_float32(plugin, model)
     return fsdp2_prepare_model(accelerator, model)
 
 
@@ -204,7 +199,7 @@ def _run(model: Any, job: Job) -> dict[str, float]:
             model.set_requires_gradient_sync(is_last or options.get("sync_each_batch", False))
             with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
                 # Like Trainer, keep no outputs.
-                loss = -model(**inputs, fused_lm_head=True).log_probs.sum()
+                loss = -model(**inputs, use_cache=False, fused_lm_head=True).log_probs.sum()
             loss.backward()
     return _add_optimizer(model, tracker, job)
 
@@ -216,17 +211,10 @@ def _move_gradient_to_host(parameter: Tensor) -> None:
 class StepTracker(MemTracker):
     """torch's tracker of live tensors, for fake ones."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._mode = active_fake_mode()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READ_VALUE:
             # The model reads a value, which a fake tensor does not have.
             return True if args[0].dtype == torch.bool else 1
-        if active_fake_mode() is not self._mode:
-            # DTensor's own mode only finds shapes. torch 2.11 would count them.
-            return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def sizes(self, when: str) -> dict[str, float]:
