@@ -13,6 +13,7 @@ checkpoint-<step>/, export/, metrics.jsonl, report.md and plots to --output_dir.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,4 +209,4 @@ def main(arguments: Arguments) -> None:
 if __name__ == "__main__":
     with distributed.exit_with_message():
         patches.enable_cpu_ranks()
-        main(parse_arguments())
+        main(parse_arguments(sys.argv[1:]))

@@ -6,7 +6,6 @@ They come from a YAML file and the command line.
 import argparse
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -83,13 +82,12 @@ class Arguments:
         return self.mixture.streaming or self.script.dataset_streaming
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Return the arguments from the command line and from the recipe that `--config` names.
+def parse_arguments(words: Sequence[str]) -> Arguments:
+    """Return the arguments from a command line and from the recipe that `--config` names.
 
     Not a collective. Raises a RecipeError if the recipe cannot be read, or if an argument is
     unknown or has an invalid value.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
     parser = _build_parser()
     actions = {action.dest: action for action in parser._actions}
     recipe: Settings = {}
@@ -108,7 +106,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         if name in actions and _is_checked(value, actions[name])
     ]
     try:
-        return Arguments(*parser.parse_args_and_config(options + words))
+        return Arguments(*parser.parse_args_and_config([*options, *words]))
     except (ValueError, TypeError, ImportError) as error:  # raised by the classes' own checks
         raise RecipeError(f"an argument is refused: {describe(error)}") from error
 

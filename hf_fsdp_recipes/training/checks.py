@@ -40,7 +40,6 @@ def check_arguments(arguments: Arguments) -> None:
     mistakes = [
         *_check_sources(arguments),
         *_check_training(training),
-        *_check_rows(arguments),
         *_check_adapter(arguments),
         *_check_launch(training),
     ]
@@ -57,6 +56,7 @@ def check_arguments(arguments: Arguments) -> None:
 
 def _check_sources(arguments: Arguments) -> Iterator[str]:
     recipe = arguments.recipe
+    percentage = recipe.validation_split_percentage
     if bool(arguments.model.model_name_or_path) == bool(recipe.config_name):
         yield (
             "Set either model_name_or_path, a pretrained model, or config_name, the config of a "
@@ -66,6 +66,10 @@ def _check_sources(arguments: Arguments) -> Iterator[str]:
         yield "Set either dataset_name, or datasets for a mixture."
     if recipe.config_overrides and not recipe.config_name:
         yield "config_overrides needs config_name."
+    if not 0 <= percentage < 100:
+        yield f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."
+    if percentage > 0 and arguments.is_streamed:
+        yield "A stream cannot be split. Remove validation_split_percentage."
 
 
 def _check_training(training: "SFTConfig") -> Iterator[str]:
@@ -86,14 +90,6 @@ def _check_training(training: "SFTConfig") -> Iterator[str]:
             f"num_train_epochs is {training.num_train_epochs}, which trains nothing. "
             "Set it above 0."
         )
-
-
-def _check_rows(arguments: Arguments) -> Iterator[str]:
-    percentage = arguments.recipe.validation_split_percentage
-    if not 0 <= percentage < 100:
-        yield f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."
-    if percentage > 0 and arguments.is_streamed:
-        yield "A stream cannot be split. Remove validation_split_percentage."
 
 
 def _check_adapter(arguments: Arguments) -> Iterator[str]:
@@ -148,16 +144,12 @@ def check_targets(arguments: Arguments) -> None:
         try:
             output.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=output).close()
-        except OSError as error:
-            raise RecipeError(
-                f"output_dir: {output} cannot be written: {error.strerror}. Name another."
-            ) from error
-        if training.push_to_hub:
-            try:
+            if training.push_to_hub:
                 whoami(token=training.hub_token)
-            except Exception as error:
-                raise RecipeError(
-                    f"push_to_hub cannot log in: {describe(error)} Run `hf auth login`."
-                ) from error
+        except Exception as error:
+            raise RecipeError(
+                f"output_dir {output} or, with push_to_hub, the Hub cannot be written: "
+                f"{describe(error)}"
+            ) from error
 
     distributed.run_on_main(check)

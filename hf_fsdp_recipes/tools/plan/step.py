@@ -238,5 +238,4 @@ def _add_optimizer(model: Any, tracker: StepTracker, job: Job) -> dict[str, floa
     if optimizer == "adamw_torch" and not job.on_cpu:
         # Its multi-tensor step computes the new values of all parameters at once.
         in_update["optimizer's new values"] = size
-    peak = max(in_passes, in_update, key=lambda sizes: sum(sizes.values()))
-    return {name: size for name, size in peak.items() if size > 0}
+    return max(in_passes, in_update, key=lambda sizes: sum(sizes.values()))
