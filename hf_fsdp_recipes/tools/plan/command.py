@@ -3,7 +3,6 @@
 If the recipe does not fit, lists options that save memory.
 """
 
-import logging
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -60,7 +59,6 @@ def plan(
         limit_gigabytes = float(gpu_memory.upper().removesuffix("GB"))
     except ValueError as error:
         raise ToolError(f"--gpu_memory is {gpu_memory}. Pass gigabytes, such as 24GB.") from error
-    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it logs notes about launching
     warnings.simplefilter("ignore", FutureWarning)
     job = read_job(config, accelerate_config, context.args)
     try:
