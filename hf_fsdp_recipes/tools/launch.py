@@ -20,11 +20,11 @@ import psutil
 from typer import Context
 
 from hf_fsdp_recipes.errors import ToolError, describe
+from hf_fsdp_recipes.settings import read_settings
 from hf_fsdp_recipes.tools.files import (
     RecipeOption,
     TemplateOption,
     find_file,
-    read_yaml,
     shipped_directory,
 )
 
@@ -75,7 +75,7 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
     recipe = ["--config", str(find_file("recipe", config))] if config else []
     template = find_file("template", accelerate_config)
     os.environ.update(PREEMPTION | os.environ)
-    if read_yaml(template).get("use_cpu") or parse_flag_from_env("ACCELERATE_USE_CPU"):
+    if read_settings(template).get("use_cpu") or parse_flag_from_env("ACCELERATE_USE_CPU"):
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
     try:
         with refusals_explained(template):

@@ -16,7 +16,8 @@ from typing import Annotated, NamedTuple, Optional
 from typer import Context, Option
 
 from hf_fsdp_recipes.errors import ToolError
-from hf_fsdp_recipes.tools.files import RecipeOption, TemplateOption, find_file, read_yaml
+from hf_fsdp_recipes.settings import read_settings
+from hf_fsdp_recipes.tools.files import RecipeOption, TemplateOption, find_file
 from hf_fsdp_recipes.tools.launch import read_launch
 
 PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
@@ -70,7 +71,7 @@ def preflight(
     template = find_file("template", accelerate_config)
     launch = read_launch(template, context.args)
     if output_dir is None and config is not None:
-        output_dir = read_yaml(find_file("recipe", config)).get("output_dir")
+        output_dir = read_settings(find_file("recipe", config)).get("output_dir")
     directory = Path(output_dir) if output_dir else None
     facts = {
         "num_machines": str(launch.num_machines),

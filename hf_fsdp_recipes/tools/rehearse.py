@@ -13,7 +13,8 @@ from typing import Annotated, Optional
 from typer import Context, Option
 
 from hf_fsdp_recipes.errors import ToolError, describe
-from hf_fsdp_recipes.tools.files import TemplateOption, find_file, read_yaml
+from hf_fsdp_recipes.settings import read_settings
+from hf_fsdp_recipes.tools.files import TemplateOption, find_file
 from hf_fsdp_recipes.tools.launch import FLOAT32, find_error, run_recipe
 
 NUM_ROWS = 256
@@ -145,7 +146,7 @@ def ranks_of(template: Path) -> list[str]:
 
     It has two ranks or, with hybrid sharding, two replicas of two ranks each.
     """
-    num_ranks = 4 if "parallelism_config" in read_yaml(template) else 2
+    num_ranks = 4 if "parallelism_config" in read_settings(template) else 2
     return [f"--num_processes={num_ranks}", *SMALL]
 
 

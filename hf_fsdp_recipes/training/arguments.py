@@ -13,9 +13,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-import yaml
-
 from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.settings import read_settings
 from hf_fsdp_recipes.upstream.patches import are_cpu_ranks_requested
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     file = None
     if "--config" in words[:-1]:
         file = Path(words[words.index("--config") + 1])
-        recipe = read_recipe(file)
+        recipe = read_settings(file)
     names = set(recipe)
     for word in words:
         names.update(re.findall(r"^--([\w-]+)", word))
@@ -139,27 +138,6 @@ def _build_parser() -> "TrlParser":
     if are_cpu_ranks_requested():
         parser.set_defaults(use_cpu=True, dataloader_pin_memory=False)
     return parser
-
-
-def read_recipe(file: Path) -> dict[str, object]:
-    """Return a recipe's fields.
-
-    Raises a RecipeError if the file is unreadable, is no YAML mapping, or sets a field twice.
-    """
-    try:
-        text = file.read_text()
-        recipe = yaml.safe_load(text)
-        node = yaml.compose(text, yaml.SafeLoader)
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise RecipeError(f"the recipe {file} cannot be read: {reason}") from error
-    if not isinstance(node, yaml.MappingNode):
-        raise RecipeError(f"the recipe {file} is no list of `name: value` lines.")
-    names = [key.value for key, _ in node.value]
-    for name in recipe:
-        if names.count(name) > 1:  # YAML would use the last value
-            raise RecipeError(f"{name} is set twice in the recipe {file}. Remove one of the two.")
-    return recipe
 
 
 def _find_mistakes(
