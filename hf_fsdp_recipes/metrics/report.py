@@ -160,7 +160,6 @@ def draw(entries: Entries) -> "Figure":
                     points[entry["step"]] = _plotted(entry, name)
             axes.plot(list(points), list(points.values()), ".-", label=label)
         style(axes, title, "optimizer step")
-        axes.legend()
     return figure
 
 
@@ -174,8 +173,9 @@ def _plotted(entry: Entry, name: str) -> float:
 
 
 def style(axes: "Axes", title: str, x_label: str) -> None:
-    """Set a panel's title, x label and grid. Let its y axis start at 0."""
+    """Set a panel's title, x label, legend and grid. Let its y axis start at 0."""
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(x_label)
+    axes.legend()
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     axes.grid(alpha=0.3)

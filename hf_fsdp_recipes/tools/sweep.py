@@ -164,21 +164,14 @@ def write_table(output_dir: Path) -> str:
         raise ToolError(
             f"{output_dir} holds no case of a sweep. Pass the --output_dir of `hf-fsdp sweep`."
         )
-    titles = ["template", "ranks", *(title for title, _ in COLUMNS.values())]
+    titles = ["template", "ranks", *(title for title, _ in COLUMNS.values()), "status"]
     lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
     for result in results:
         cells = [result.template, str(result.ranks)]
         for name, (_, number) in COLUMNS.items():
             cells.append(number.format(result.measured[name]) if name in result.measured else "-")
-        if not result.measured:
-            cells[2] = result.status.partition(":")[0]
-        lines.append(f"| {' | '.join(cells)} |")
-    failures = [
-        f"- {result.template} on {result.ranks}: {result.status}"
-        for result in results
-        if ":" in result.status
-    ]
-    lines += ["", *failures, "", EXPLANATION, "", "![scaling](sweep.png)", ""]
+        lines.append(f"| {' | '.join(cells)} | {result.status.replace('|', '/')} |")
+    lines += ["", EXPLANATION, "", "![scaling](sweep.png)", ""]
     draw(results).savefig(output_dir / "sweep.png")
     table = "\n".join(lines)
     (output_dir / "sweep.md").write_text(table)
@@ -188,7 +181,7 @@ def write_table(output_dir: Path) -> str:
 def draw(results: Sequence[Result]) -> "Figure":
     """Plot each measurement by number of ranks, with one line per template.
 
-    "OOM" marks lack of memory.
+    The legend says on how many ranks a template ran out of memory.
     """
     from matplotlib.figure import Figure
 
@@ -197,28 +190,13 @@ def draw(results: Sequence[Result]) -> "Figure":
     figure = Figure(figsize=(11, 12), layout="constrained")
     counts = sorted({result.ranks for result in results})
     for axes, name in zip(figure.subplots(3, 2).flat, COLUMNS, strict=True):
-        for template, cases in groupby(results, attrgetter("template")):
+        for template, group in groupby(results, attrgetter("template")):
+            cases = list(group)
             values = {case.ranks: case.measured[name] for case in cases if name in case.measured}
-            axes.plot(list(values), list(values.values()), "o-", label=template)
-        for ranks in counts:
-            lost = [
-                case.template
-                for case in results
-                if case.ranks == ranks and case.status == OUT_OF_MEMORY
-            ]
-            if lost:
-                axes.text(
-                    ranks,
-                    0.95,  # of the panel's height
-                    f"OOM: {', '.join(lost)}",
-                    transform=axes.get_xaxis_transform(),
-                    rotation=90,
-                    va="top",
-                    ha="center",
-                )
+            lost = [str(case.ranks) for case in cases if case.status == OUT_OF_MEMORY]
+            label = f"{template}, OOM on {', '.join(lost)}" if lost else template
+            axes.plot(list(values), list(values.values()), "o-", label=label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, map(str, counts))
-        axes.set_xlim(counts[0] / 1.3, counts[-1] * 1.3)
         style(axes, COLUMNS[name][0], "ranks")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
