@@ -5,7 +5,6 @@ A checkout has folders for them, a wheel has package data.
 
 import filecmp
 import os
-import shutil
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -112,12 +111,9 @@ def copy(name: Name) -> None:
             f"{', '.join(changed)} exists here already. Move it, or use another directory."
         )
     for target, source in sources.items():
-        if Path(target).exists():
-            print(f"kept {target}")
-        else:
-            Path(target).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
-            print(f"wrote {target}")
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        Path(target).write_bytes(source.read_bytes())
+        print(f"wrote {target}")
 
 
 def quickstart(context: Context) -> None:

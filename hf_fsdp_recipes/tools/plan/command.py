@@ -72,8 +72,8 @@ def plan(
     parts = find_parts(job, peak)
     print("\n".join(describe(job, parts, flops, gpu_tflops)), flush=True)
     if job.on_cpu:
-        print()
-    elif sum(parts.values()) <= limit_gigabytes * 1e9:
+        return
+    if sum(parts.values()) <= limit_gigabytes * 1e9:
         print(f"fits in {limit_gigabytes:g} GB")
     else:
         print(
