@@ -200,7 +200,7 @@ def predict(case: Case) -> int:
     """Return the predicted peak in bytes."""
     from hf_fsdp_recipes.tools.plan.step import measure_step
 
-    peak, _ = measure_step(make_config(case), read_case(case))
+    peak = measure_step(make_config(case), read_case(case))
     return sum(peak.values())
 
 

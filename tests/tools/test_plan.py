@@ -39,7 +39,7 @@ LORA = "--use_peft true --lora_target_modules all-linear --lora_r 4 --dtype bflo
 def measure(options="", template="full_shard", kind="llama", **changes):
     common = "--per_device_train_batch_size 1 --max_length 128 --gradient_accumulation_steps 1"
     job = read_job(None, template, shlex.split(f"{common} {options}"))
-    peak, _ = measure_step(AutoConfig.for_model(kind, **(SIZES | changes)), job)
+    peak = measure_step(AutoConfig.for_model(kind, **(SIZES | changes)), job)
     return peak
 
 

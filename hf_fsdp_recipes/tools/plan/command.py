@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 CONTEXT_BYTES = 0.9e9  # the GPU's context with cuBLAS
 NCCL_BYTES = 0.6e9  # NCCL's buffers
 FRAGMENTATION = 0.03  # fragmented share of temporary memory
-MFU = 0.4
 
 # Options that save memory. The first ones cost nothing. The last ones change what is trained.
 ADVICE = (
@@ -43,9 +42,6 @@ def plan(
     gpu_memory: Annotated[
         str, Option("--gpu_memory", help="Memory of one GPU, such as 24GB.")
     ] = "80GB",
-    gpu_tflops: Annotated[
-        float, Option("--gpu_tflops", help="The GPU's bf16 peak; an A100 has 312.")
-    ] = 312.0,
 ) -> None:
     """Will it fit? Predict the memory of one GPU from the model's config alone.
 
@@ -68,9 +64,8 @@ def plan(
             f"plan needs what an installed version lacks: {error}. TRL 1.16 with torch 2.13 is "
             "tested."
         ) from error
-    peak, flops = measure_step(read_config(job), job)
-    parts = find_parts(job, peak)
-    print("\n".join(describe(job, parts, flops, gpu_tflops)), flush=True)
+    parts = find_parts(job, measure_step(read_config(job), job))
+    print("\n".join(describe(job, parts)), flush=True)
     if job.on_cpu:
         return
     if sum(parts.values()) <= limit_gigabytes * 1e9:
@@ -96,9 +91,7 @@ def find_parts(job: "Job", peak: dict[str, int]) -> dict[str, float]:
     return {**peak, "context, NCCL, fragmentation (assumed)": assumed}
 
 
-def describe(
-    job: "Job", parts: dict[str, float], flops: int | None, gpu_tflops: float
-) -> Iterator[str]:
+def describe(job: "Job", parts: dict[str, float]) -> Iterator[str]:
     """Generate the lines of text that describe the plan."""
     training = job.arguments.training
     rows, length = job.shape
@@ -110,11 +103,5 @@ def describe(
     for name, size in sorted(parts.items(), key=lambda part: -part[1]):
         yield f"{size / 1e9:9.2f} GB  {name}"
     yield f"{sum(parts.values()) / 1e9:9.2f} GB  in total"
-    if flops and not job.on_cpu:
-        seconds = flops / (MFU * gpu_tflops * 1e12)
-        yield (
-            f"{seconds:9.2g} s   for a step, if GPUs reach {MFU:.0%} of {gpu_tflops:g} TFLOP/s "
-            "(assumed)"
-        )
     if training.use_liger_kernel:
         yield "The plan does not know Liger's kernels, with which a rank needs less."

@@ -24,7 +24,6 @@ from trl import get_peft_config
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.loading.bnb_4bit import PRECISIONS
 from hf_fsdp_recipes.loading.load_model import build_on_meta, find_class, take_quantizer
-from hf_fsdp_recipes.metrics.flops import find_model_flops
 from hf_fsdp_recipes.tools.plan.job import Job
 from hf_fsdp_recipes.tools.plan.stand_ins import pack_linears, replaced_functions
 from hf_fsdp_recipes.training.adjustments import gather_units_once
@@ -53,11 +52,10 @@ KINDS = {  # {name in the plan: torch's kinds of memory}
 }
 
 
-def measure_step(config: PreTrainedConfig, job: Job) -> tuple[dict[str, int], int | None]:
-    """Return the bytes of each kind that a rank needs at a step's peak, and the step's FLOPs.
+def measure_step(config: PreTrainedConfig, job: Job) -> dict[str, int]:
+    """Return the bytes of each kind that a rank needs at a step's peak.
 
-    FLOPs that cannot be counted are None. Meanwhile, a fake process group exists. The config is
-    changed.
+    Meanwhile, a fake process group exists. The config is changed.
 
     Raises:
         ToolError: the ranks are no multiple of the replicas, the recipe trains nothing, or PEFT
@@ -77,15 +75,13 @@ def measure_step(config: PreTrainedConfig, job: Job) -> tuple[dict[str, int], in
             replaced_functions(job),
         ):
             model = _build(config, job)
-            flops = _count_flops(model, job)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 # torch and Accelerate treat fake tensors like real ones.
                 model.to_empty(device="cpu")
                 model.tie_weights()
-                peak = _run(_shard(model, mesh, job), job)
+                return _run(_shard(model, mesh, job), job)
     finally:
         dist.destroy_process_group()
-    return peak, flops
 
 
 def _make_mesh(job: Job) -> DeviceMesh:
@@ -149,16 +145,6 @@ def _build_base(config: PreTrainedConfig, job: Job) -> PreTrainedModel:
 
 def _trained_parameters(model: nn.Module) -> list[Any]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _count_flops(model: PreTrainedModel, job: Job) -> int | None:
-    """Return the FLOPs of a step, or None, because they are counted only for text decoders."""
-    rows, length = job.shape
-    rows *= job.arguments.training.gradient_accumulation_steps
-    try:
-        return find_model_flops(model).training(rows * length, rows * length**2)
-    except (AttributeError, ValueError):
-        return None
 
 
 def _shard(model: Any, mesh: DeviceMesh, job: Job) -> Any:
