@@ -35,7 +35,6 @@ from hf_fsdp_recipes.upstream.planner_internals import (
     FakeTensorMode,
     MemoryKind,
     MemTracker,
-    active_fake_mode,
     add_fused_lm_head,
     fsdp2_apply_ac,
     fsdp2_prepare_model,
@@ -216,17 +215,10 @@ def _move_gradient_to_host(parameter: Tensor) -> None:
 class StepTracker(MemTracker):
     """torch's tracker of live tensors, for fake ones."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._mode = active_fake_mode()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READ_VALUE:
             # The model reads a value, which a fake tensor does not have.
             return True if args[0].dtype == torch.bool else 1
-        if active_fake_mode() is not self._mode:
-            # DTensor's own mode only finds shapes. torch 2.11 would count them.
-            return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def sizes(self, when: str) -> dict[str, int]:
