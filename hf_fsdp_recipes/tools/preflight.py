@@ -149,15 +149,13 @@ def judge(node: Node, address: str, port: int, output_dir: Path | None, timeout:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on a port of this host, at all of its addresses.
+    """Return a socket that listens on a port of this host, at all addresses of one family.
 
     Raises an OSError if the address is another host's, or if the port is in use.
     """
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     socket.create_server(target[:2], family=family).close()
-    is_dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=is_dual)
+    return socket.create_server(("", port), family=family, backlog=1024)
 
 
 def ask(node: Node, address: str, port: int, timeout: float) -> Verdict:
