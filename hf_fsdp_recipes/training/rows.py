@@ -86,7 +86,7 @@ def read_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
 
 
 def _check_texts(rows: Rows, name: str, text_column: str) -> None:
-    """Refuse unknown columns, images, and a dataset in which texts are missing."""
+    """Refuse unknown columns, and a dataset in which texts are missing."""
     columns = columns_of(rows)
     known = (*TEXTS, (text_column,))
     used = [names for names in known if set(names) <= set(columns)]
@@ -95,8 +95,6 @@ def _check_texts(rows: Rows, name: str, text_column: str) -> None:
         raise RecipeError(
             f"{name} has the columns {', '.join(columns)}. One of these is needed: {choices}."
         )
-    if {"image", "images"} & set(columns):
-        raise RecipeError(f"{name} has images, but recipes train on text. Remove their column.")
     for column in used[0] if isinstance(rows, Dataset) else ():
         gaps = find_gaps(rows.with_format("arrow")[column][:])
         if gaps:
@@ -130,13 +128,11 @@ def _load(arguments: Arguments) -> DatasetDict | IterableDatasetDict:
     assert name is not None, "neither dataset_name nor datasets is set"
     path = Path(name)
     is_streamed = script.dataset_streaming
-    if not path.exists():
-        if name.startswith((".", "/", "~")) or path.suffix in BUILDERS:
-            raise RecipeError("there is no such file or folder.")
-        return load_dataset(name, script.dataset_config, streaming=is_streamed)
-    # dataset_config applies only to a dataset on the Hub.
+    is_local = name.startswith((".", "/", "~")) or path.suffix in BUILDERS
+    if is_local and not path.exists():
+        raise RecipeError("there is no such file or folder.")
     if not path.is_file():
-        return load_dataset(name, streaming=is_streamed)
+        return load_dataset(name, script.dataset_config, streaming=is_streamed)
     if path.suffix not in BUILDERS:
         raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
     return load_dataset(
