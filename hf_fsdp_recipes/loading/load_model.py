@@ -219,12 +219,7 @@ def resolve_dtype(
     """Return the dtype that `from_pretrained` would choose for the model."""
     if dtype in (None, "auto"):
         return getattr(config, "dtype", None) or checkpoint.first_dtype()
-    resolved = getattr(torch, str(dtype), dtype)
-    if not isinstance(resolved, torch.dtype):
-        raise LoadError(
-            f"dtype is {dtype!r}. Use auto, float32, bfloat16, float16 or a torch.dtype."
-        )
-    return resolved
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def find_class(config: PreTrainedConfig) -> Any:
