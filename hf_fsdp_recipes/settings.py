@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from hf_fsdp_recipes.errors import RecipeError, describe
+from hf_fsdp_recipes.errors import RecipeError, explained
 
 Settings = dict[str, Any]
 
@@ -15,12 +15,10 @@ def read_settings(file: Path) -> Settings:
 
     Raises a RecipeError if the file is unreadable, is no YAML mapping, or sets a name twice.
     """
-    try:
+    with explained(RecipeError, f"{file} cannot be read"):
         text = file.read_text()
         settings = yaml.safe_load(text)
         node = yaml.compose(text, yaml.SafeLoader)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise RecipeError(f"{file} cannot be read: {describe(error)}") from error
     if not isinstance(node, yaml.MappingNode):
         raise RecipeError(f"{file} is no list of `name: value` lines.")
     names = [key.value for key, _ in node.value]

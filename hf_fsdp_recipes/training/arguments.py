@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.errors import RecipeError, explained
 from hf_fsdp_recipes.settings import read_settings
 from hf_fsdp_recipes.upstream.patches import are_cpu_ranks_requested
 
@@ -103,10 +103,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         mistakes += _find_mistakes(name, recipe.get(name), actions)
     if mistakes:
         raise RecipeError(" ".join(mistakes))
-    try:
+    with explained(RecipeError, "an argument is refused"):  # by the classes' own checks
         arguments = Arguments(*parser.parse_args_and_config(words))
-    except (ValueError, TypeError, ImportError) as error:  # raised by the classes' own checks
-        raise RecipeError(f"an argument is refused: {' '.join(str(error).split())}") from error
     if file:
         _find_relative_paths(arguments, file.parent)
     return arguments

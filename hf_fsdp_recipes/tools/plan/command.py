@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Exit, Option
 
-from hf_fsdp_recipes.errors import ToolError
+from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.tools.files import RecipeOption, TemplateOption
 
 if TYPE_CHECKING:
@@ -57,13 +57,9 @@ def plan(
         raise ToolError(f"--gpu_memory is {gpu_memory}. Pass gigabytes, such as 24GB.") from error
     warnings.simplefilter("ignore", FutureWarning)
     job = read_job(config, accelerate_config, context.args)
-    try:
+    problem = "plan needs what an installed version lacks (tested: TRL 1.16 with torch 2.13)"
+    with explained(ToolError, problem):
         from hf_fsdp_recipes.tools.plan.step import measure_step
-    except ImportError as error:
-        raise ToolError(
-            f"plan needs what an installed version lacks: {error}. TRL 1.16 with torch 2.13 is "
-            "tested."
-        ) from error
     parts = find_parts(job, measure_step(read_config(job), job))
     print("\n".join(describe(job, parts)), flush=True)
     if job.on_cpu:

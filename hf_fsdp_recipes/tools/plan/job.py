@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_fsdp_recipes.errors import ToolError, describe
+from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.tools.files import find_file
 from hf_fsdp_recipes.tools.launch import read_launch
 from hf_fsdp_recipes.training.arguments import Arguments, parse_arguments
@@ -99,7 +99,5 @@ def find_config(name: str) -> PreTrainedConfig:
     """
     copy = Path(__file__).parents[1] / "models" / f"{name.replace('/', '--')}.json"
     has_copy = copy.is_file() and not Path(name).is_dir()
-    try:
+    with explained(ToolError, f"the config of {name} cannot be read"):
         return AutoConfig.from_pretrained(copy if has_copy else name)
-    except (OSError, ValueError) as error:
-        raise ToolError(f"the config of {name} cannot be read: {describe(error)}") from error
