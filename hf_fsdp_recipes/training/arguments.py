@@ -13,8 +13,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-from hf_fsdp_recipes.errors import RecipeError, describe
-from hf_fsdp_recipes.tools.files import Settings, read_yaml
+from hf_fsdp_recipes.errors import RecipeError, explained
+from hf_fsdp_recipes.settings import Settings, read_settings
 from hf_fsdp_recipes.upstream.patches import are_cpu_ranks_requested
 
 if TYPE_CHECKING:
@@ -105,10 +105,8 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
         for name, value in recipe.items()
         if name in actions and _is_checked(value, actions[name])
     ]
-    try:
+    with explained(RecipeError, "an argument is refused"):  # by the classes' own checks
         return Arguments(*parser.parse_args_and_config([*options, *words]))
-    except (ValueError, TypeError, ImportError) as error:  # raised by the classes' own checks
-        raise RecipeError(f"an argument is refused: {describe(error)}") from error
 
 
 def _is_checked(value: object, action: argparse.Action) -> bool:
@@ -151,11 +149,8 @@ def read_recipe(file: Path) -> Settings:
 
     Raises a RecipeError if the file is unreadable, is no YAML mapping, or sets a field twice.
     """
-    recipe = read_yaml(file)
-    names = re.findall(r"^(\w+)\s*:", file.read_text(), re.MULTILINE)
+    recipe = read_settings(file)
     for name, value in recipe.items():
-        if names.count(name) > 1:  # YAML would use the last value
-            raise RecipeError(f"{name} is set twice in the recipe {file}. Remove one of the two.")
         beside = file.parent / str(value)
         if name in PATHS and not Path(str(value)).exists() and beside.exists():
             recipe[name] = str(beside)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import whoami
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import RecipeError, describe
+from hf_fsdp_recipes.errors import RecipeError, explained
 from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.sharded_optimizer import BITSANDBYTES, SHARDABLE, optimizer_name
 from hf_fsdp_recipes.upstream.patches import is_fsdp_requested
@@ -141,15 +141,11 @@ def check_targets(arguments: Arguments) -> None:
     output = Path(training.output_dir)
 
     def check() -> None:
-        try:
+        with explained(RecipeError, f"output_dir: {output} cannot be written (name another)"):
             output.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=output).close()
-            if training.push_to_hub:
+        if training.push_to_hub:
+            with explained(RecipeError, "push_to_hub cannot log in (run `hf auth login`)"):
                 whoami(token=training.hub_token)
-        except Exception as error:
-            raise RecipeError(
-                f"output_dir {output} or, with push_to_hub, the Hub cannot be written: "
-                f"{describe(error)}"
-            ) from error
 
     distributed.run_on_main(check)

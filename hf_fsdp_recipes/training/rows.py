@@ -89,7 +89,7 @@ def read_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
 
 
 def _check_texts(rows: Rows, name: str, text_column: str) -> None:
-    """Refuse unknown columns, images, and a dataset in which texts are missing."""
+    """Refuse unknown columns, and a dataset in which texts are missing."""
     columns = columns_of(rows)
     known = (*TEXTS, (text_column,))
     used = [names for names in known if set(names) <= set(columns)]
@@ -98,8 +98,6 @@ def _check_texts(rows: Rows, name: str, text_column: str) -> None:
         raise RecipeError(
             f"{name} has the columns {', '.join(columns)}. One of these is needed: {choices}."
         )
-    if {"image", "images"} & set(columns):
-        raise RecipeError(f"{name} has images, but recipes train on text. Remove their column.")
     for column in used[0] if isinstance(rows, Dataset) else ():
         gaps = find_gaps(rows.with_format("arrow")[column][:])
         if gaps:

@@ -107,7 +107,6 @@ def test_rows_are_held_out_if_there_is_no_test_split(tmp_path):
         (None, {}, "cannot be read: .* (Unable|Couldn't) .*find"),
         ("{", {}, "cannot be read"),
         ('{"q": "a"}\n', {}, "has the columns q. One of these is .*: instruction and output; "),
-        ('{"text": "a", "image": null}\n', {}, "has images, but recipes train on text"),
         ("", {}, "cannot be read|0 rows"),
         ('{"text": "a"}\n', {"num_ranks": 2}, "1 rows for 2 ranks"),
         ('{"text": "a"}\n', {"split": "validation"}, None),

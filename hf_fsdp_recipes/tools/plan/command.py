@@ -3,14 +3,13 @@
 If the recipe does not fit, lists options that save memory.
 """
 
-import logging
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Exit, Option
 
-from hf_fsdp_recipes.errors import ToolError
+from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.tools.files import RecipeOption, TemplateOption
 
 if TYPE_CHECKING:
@@ -56,16 +55,11 @@ def plan(
         limit_gigabytes = float(gpu_memory.upper().removesuffix("GB"))
     except ValueError as error:
         raise ToolError(f"--gpu_memory is {gpu_memory}. Pass gigabytes, such as 24GB.") from error
-    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it logs notes about launching
     warnings.simplefilter("ignore", FutureWarning)
     job = read_job(config, accelerate_config, context.args)
-    try:
+    problem = "plan needs what an installed version lacks (tested: TRL 1.16 with torch 2.13)"
+    with explained(ToolError, problem):
         from hf_fsdp_recipes.tools.plan.step import measure_step
-    except ImportError as error:
-        raise ToolError(
-            f"plan needs what an installed version lacks: {error}. TRL 1.16 with torch 2.13 is "
-            "tested."
-        ) from error
     parts = measure_step(read_config(job), job)
     if not job.on_cpu:
         parts["context, NCCL, fragmentation (assumed)"] = assumed_bytes(job, parts)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 from trl import get_peft_config
 
-from hf_fsdp_recipes.errors import ToolError
+from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.loading.bnb_4bit import PRECISIONS
 from hf_fsdp_recipes.loading.load_model import build_on_meta, find_class, take_quantizer
 from hf_fsdp_recipes.tools.plan.job import Job
@@ -99,12 +99,10 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
     chosen = job.arguments.model
     training = job.arguments.training
     model: Any = _build_base(config, job)
-    try:
+    with explained(ToolError, "PEFT cannot add this adapter"):
         peft_config = get_peft_config(chosen)
         if peft_config:
             model = get_peft_model(model, peft_config)
-    except ValueError as error:
-        raise ToolError(f"PEFT cannot add this adapter: {error}") from error
     trained = _trained_parameters(model)
     if not trained:
         raise ToolError(
