@@ -13,6 +13,7 @@ checkpoint-<step>/, export/, metrics.jsonl, report.md and plots to --output_dir.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,7 +159,7 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
             model=model,
             args=training,
             train_dataset=train,
-            eval_dataset=evaluation if training.eval_strategy != "no" else None,
+            eval_dataset=evaluation,
             processing_class=tokenizer,
             peft_config=get_peft_config(arguments.model),
             callbacks=[
@@ -208,4 +209,4 @@ def main(arguments: Arguments) -> None:
 if __name__ == "__main__":
     with distributed.exit_with_message():
         patches.enable_cpu_ranks()
-        main(parse_arguments())
+        main(parse_arguments(sys.argv[1:]))

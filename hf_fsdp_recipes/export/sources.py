@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import ExportError, describe
+from hf_fsdp_recipes.errors import ExportError, describe, explained
 from hf_fsdp_recipes.export.files import DTYPES, OptionalDtype
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.fill import FSDP_PLACEMENTS
@@ -201,10 +201,8 @@ def _check_intact(directory: Path) -> None:
             raise ExportError(
                 f"{checkpoint} cannot be exported: {damage}. Export another checkpoint."
             )
-    try:
+    with explained(ExportError, f"{directory} is unusable"):
         check_pickles(directory)
-    except Exception as error:  # a forged pickle can raise any error
-        raise ExportError(f"{directory} is unusable: {describe(error)}") from error
 
 
 def from_files(checkpoint: Checkpoint) -> Sources:

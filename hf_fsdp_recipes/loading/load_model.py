@@ -22,7 +22,7 @@ from transformers import (
 from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.errors import LoadError, explained
 from hf_fsdp_recipes.loading.bnb_4bit import pack_weights
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.loader import Loader
@@ -163,14 +163,11 @@ def find_directory(name_or_path: str, kwargs: Arguments) -> Path:
     directory = Path(name_or_path)
     if not directory.is_dir():
         hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        try:
+        problem = f"{name_or_path} is no directory and cannot be downloaded from the Hub"
+        with explained(LoadError, problem):
             directory = Path(
                 snapshot_download(name_or_path, allow_patterns=HUB_PATTERNS, **hub_arguments)
             )
-        except Exception as error:
-            raise LoadError(
-                f"{name_or_path} is no directory and cannot be downloaded from the Hub: {error}"
-            ) from error
     return directory / kwargs.get("subfolder", "")
 
 
@@ -219,12 +216,7 @@ def resolve_dtype(
     """Return the dtype that `from_pretrained` would choose for the model."""
     if dtype in (None, "auto"):
         return getattr(config, "dtype", None) or checkpoint.first_dtype()
-    resolved = getattr(torch, str(dtype), dtype)
-    if not isinstance(resolved, torch.dtype):
-        raise LoadError(
-            f"dtype is {dtype!r}. Use auto, float32, bfloat16, float16 or a torch.dtype."
-        )
-    return resolved
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def find_class(config: PreTrainedConfig) -> Any:
@@ -244,11 +236,12 @@ def build_on_meta(
     if build is None:  # `auto_class` is one model's class, which takes no trust_remote_code
         build = get_builder(auto_class)
         kwargs.pop("trust_remote_code", None)
-    try:
-        with init_empty_weights(include_buffers=False), no_init_weights():
-            model = build(config, dtype=dtype, **kwargs)
-    except TypeError as error:
-        raise LoadError(f"the model cannot be built with these arguments: {error}") from error
+    with (
+        explained(LoadError, "the model cannot be built with these arguments"),
+        init_empty_weights(include_buffers=False),
+        no_init_weights(),
+    ):
+        model = build(config, dtype=dtype, **kwargs)
     model.tie_weights()  # init_empty_weights unties the weights
     stored = model.state_dict().keys()
     # Some model classes keep some weights in float32.

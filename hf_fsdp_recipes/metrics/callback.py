@@ -34,8 +34,8 @@ LOGGED_MEMORY = {
 }
 # {Accelerate's name: torch's name}
 PRECISIONS = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
 }
 
 
@@ -273,8 +273,7 @@ def _describe_run(
     config = getattr(model, "config", None)
     model_name = Path(getattr(config, "name_or_path", "") or type(model).__name__).name
     precision = AcceleratorState().mixed_precision
-    if precision == "no":
-        precision = str(next(model.parameters()).dtype)
+    dtype = PRECISIONS.get(precision, next(model.parameters()).dtype)
     device_module = torch.get_device_module(args.device)
     get_device_name = getattr(device_module, "get_device_name", lambda: args.device.type)
     return {
@@ -284,7 +283,7 @@ def _describe_run(
         "max_steps": state.max_steps,
         "num_ranks": distributed.world_size(),
         "device": get_device_name(),
-        "dtype": PRECISIONS.get(precision, precision).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "batch_per_device": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
     }

@@ -3,6 +3,7 @@
 `hf-fsdp sft` runs it in this process, rehearsals and sweeps run it in another one.
 """
 
+import logging
 import math
 import os
 import re
@@ -10,8 +11,8 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -19,11 +20,11 @@ import psutil
 from typer import Context
 
 from hf_fsdp_recipes.errors import ToolError, describe
+from hf_fsdp_recipes.settings import read_settings
 from hf_fsdp_recipes.tools.files import (
     RecipeOption,
     TemplateOption,
     find_file,
-    read_yaml,
     shipped_directory,
 )
 
@@ -74,18 +75,40 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
     recipe = ["--config", str(find_file("recipe", config))] if config else []
     template = find_file("template", accelerate_config)
     os.environ.update(PREEMPTION | os.environ)
-    if read_yaml(template).get("use_cpu") or parse_flag_from_env("ACCELERATE_USE_CPU"):
+    if read_settings(template).get("use_cpu") or parse_flag_from_env("ACCELERATE_USE_CPU"):
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
     try:
-        launch_command(parse_launch(template, recipe + context.args))
+        with refusals_explained(template):
+            launch_command(parse_launch(template, recipe + context.args))
+    except (ChildFailedError, SignalException):
+        # The ranks have printed why; torch has logged which rank failed first.
+        sys.exit(1)
+
+
+@contextmanager
+def refusals_explained(template: Path) -> Iterator[None]:
+    """Raise a ToolError if `accelerate launch` refuses the template or an option."""
+    try:
+        yield
     except (TypeError, ValueError) as error:
         raise ToolError(
             f"accelerate launch refuses {template} or an option: {describe(error)}. "
             "Run `hf-fsdp config check`."
         ) from error
-    except (ChildFailedError, SignalException):
-        # The ranks have printed why; torch has logged which rank failed first.
-        sys.exit(1)
+
+
+def read_launch(template: Path, arguments: Sequence[str]) -> Namespace:
+    """Return the values with which `accelerate launch` starts the script.
+
+    A template's value counts where the arguments have none. Raises a ToolError if `accelerate
+    launch` refuses any of them.
+    """
+    from hf_fsdp_recipes.upstream.accelerate_internals import validate_launch_command
+
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it logs notes about launching
+    with refusals_explained(template):
+        launch, _, _ = validate_launch_command(parse_launch(template, arguments))
+    return launch
 
 
 def parse_launch(template: Path, arguments: Sequence[str]) -> Namespace:

@@ -12,8 +12,9 @@ from typing import Annotated, Optional
 
 from typer import Context, Option
 
-from hf_fsdp_recipes.errors import ToolError, describe
-from hf_fsdp_recipes.tools.files import TemplateOption, find_file, read_yaml
+from hf_fsdp_recipes.errors import ToolError, explained
+from hf_fsdp_recipes.settings import read_settings
+from hf_fsdp_recipes.tools.files import TemplateOption, find_file
 from hf_fsdp_recipes.tools.launch import FLOAT32, find_error, run_recipe
 
 NUM_ROWS = 256
@@ -111,13 +112,12 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
             "the recipe names no model. Add --model_name_or_path, a directory or a Hub id."
         )
     tokenizer_name = arguments.recipe.tokenizer_name or name
-    try:
+    problem = (
+        f"the tokenizer of {tokenizer_name} cannot be read (log in, or use --tokenizer_name "
+        "of another model; without a network, set HF_HUB_OFFLINE=1)"
+    )
+    with explained(ToolError, problem):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
-    except (OSError, ValueError) as error:
-        raise ToolError(
-            f"the tokenizer of {tokenizer_name} cannot be read: {describe(error)} Log in, or use "
-            "--tokenizer_name of another model. Without a network, set HF_HUB_OFFLINE=1."
-        ) from error
     model = directory / "model"
     config = shrink(find_config(name), len(tokenizer))
     model_class = find_class(config)
@@ -145,7 +145,7 @@ def ranks_of(template: Path) -> list[str]:
 
     It has two ranks or, with hybrid sharding, two replicas of two ranks each.
     """
-    num_ranks = 4 if "parallelism_config" in read_yaml(template) else 2
+    num_ranks = 4 if "parallelism_config" in read_settings(template) else 2
     return [f"--num_processes={num_ranks}", *SMALL]
 
 

@@ -191,7 +191,7 @@ def test_a_bare_dcp_directory_is_exported_with_its_base_model(
     checkpoint = tmp_path / "fine-tuned"
     run_ranks(_save_bare, 2, stored, checkpoint, prefix, top)
     (checkpoint / "train_params.yaml").write_text("model_name: ./somewhere\n")
-    with pytest.raises(ExportError, match="Pass base_model"):
+    with pytest.raises(ExportError, match="pass base_model"):
         export_checkpoint(checkpoint, tmp_path / "export")
     with pytest.raises(ExportError, match="do not fit the config of GPT2LMHeadModel"):
         export_checkpoint(checkpoint, tmp_path / "export", base_model=tiny_model("gpt2"))

@@ -150,9 +150,9 @@ def test_an_error_of_the_run_is_the_rehearsals(local, tmp_path):
 
 @pytest.mark.parametrize("file", shipped_files("recipe"), ids=lambda file: file.stem)
 def test_every_recipes_model_shrinks(file):
-    from hf_fsdp_recipes.training.arguments import read_recipe
+    from hf_fsdp_recipes.settings import read_settings
 
-    fields = read_recipe(file)
+    fields = read_settings(file)
     name = fields.get("model_name_or_path", "HuggingFaceTB/SmolLM2-135M-Instruct")
     config = find_config(
         str(file.parent / fields["config_name"]) if "config_name" in fields else name

@@ -27,7 +27,6 @@ REFUSED = [
     ({"num_train_epochs": "0"}, {}, "num_train_epochs is 0"),
     ({"validation_split_percentage": "100"}, {}, "validation_split_percentage is 100"),
     (STREAM | {"validation_split_percentage": "4"}, {}, "A stream cannot be split"),
-    ({"streaming": "true"}, {}, "dataset_streaming belongs to dataset_name"),
     ({"lora_r": "4"}, {}, "lora_r without use_peft"),
     ({"merge_adapter": "true"}, {}, "merge_adapter needs use_peft"),
     ({}, {"WORLD_SIZE": "2"}, "2 ranks were launched, but Trainer sees 1"),

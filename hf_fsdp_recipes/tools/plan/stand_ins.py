@@ -4,9 +4,7 @@ The functions differ on a GPU, or cannot run on fake tensors.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -66,16 +64,8 @@ def pack_linears(model: PreTrainedModel, dtype: torch.dtype, is_nested: bool) ->
             model.set_submodule(name, PackedLinear(module, dtype, is_nested))
 
 
-def replaced_functions(job: Job) -> ExitStack:
-    """Replace functions that differ on a GPU or fail on fake tensors, until the stack is closed."""
-    stack = ExitStack()
-    for replacement in _replacements(job):
-        stack.enter_context(patch.object(*replacement))
-    return stack
-
-
-def _replacements(job: Job) -> Iterator[tuple[object, str, object]]:
-    """Generate (module, name, replacement) of each function."""
+def replacements(job: Job) -> Iterator[tuple[object, str, object]]:
+    """Generate (module, name, replacement) of functions that differ on a GPU or on fake tensors."""
     is_flash = "flash" in str(job.arguments.model.attn_implementation)
     is_padded = job.shape[0] > 1 and not job.arguments.training.packing
     # SDPA needs a mask for padded rows, for packed rows and for sliding windows.
