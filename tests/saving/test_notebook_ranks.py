@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from hf_fsdp_recipes import distributed
 from tests.saving.runs import (
     before_last_file,
     contents_of,
@@ -46,6 +47,7 @@ def _train_until_error(trainer, error):
         trainer.train()
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGUSR1)
+    distributed.gather(None)  # then rank 0 has deleted the workspace
     return {
         "names": names_in(trainer.args.output_dir),
         "steps": steps_in(trainer.args.output_dir),
