@@ -136,11 +136,13 @@ class ShardedCheckpointCallback(TrainerCallback):
         try:
             if is_sharded(trainer) and "save_model" not in vars(trainer):
                 trainer.save_model = partial(_save_model, trainer, trainer.save_model)
-            return Run(self, trainer, directory, self._run_id).train(loop)
+            result = Run(self, trainer, directory, self._run_id).train(loop)
         finally:
             self._is_training = False
             if distributed.is_main():
                 directory.close()
+        distributed.gather(None)  # so that no rank sees the workspace any more
+        return result
 
     def _claim(
         self, directory: OutputDirectory, is_repeated: object, checkpoint: str | None

@@ -72,10 +72,11 @@ class Run(TrainerCallback):
         """Run Trainer's training loop and return its result. Collective.
 
         When this returns or raises an error, the save in flight has ended, and the trainer and the
-        process are as before.
+        process are as before. A save is given up if an error is raised before all callbacks have
+        added their files.
         """
         with self._opened:
-            self._opened.callback(self._end)
+            self._opened.callback(self._saver.close)
             callbacks = self.trainer.callback_handler.callbacks
             callbacks.append(self)
             self._opened.callback(callbacks.remove, self)
@@ -87,13 +88,6 @@ class Run(TrainerCallback):
         """Replace a method of the trainer by `replacement(the method, ...)`."""
         replaced = partial(replacement, getattr(self.trainer, name))
         self._opened.enter_context(mock.patch.object(self.trainer, name, replaced))
-
-    def _end(self) -> None:
-        if self._save is not None and self._save.ended is None:
-            # Not all callbacks have added their files, so the checkpoint cannot be completed.
-            self._save.error = CheckpointError("training has ended with an error")
-            self._saver.complete(self._save)
-        self._saver.close()
 
     def on_train_begin(
         self,
@@ -222,10 +216,14 @@ class Run(TrainerCallback):
         """Let Trainer write its files, and record the sharded state."""
         trainer = self.trainer
         state = trainer.state
-        with redirected(trainer, save.written.parent) as save.state:
-            by_trainer()
-        # Trainer has set it to the unfinished directory.
-        state.best_model_checkpoint = save.best[-1]
+        # Otherwise, Trainer would wait for all ranks, even if one has failed, and look for the best
+        # checkpoint beside the unfinished one.
+        _set_best(state, (None, None, None))
+        try:
+            with redirected(trainer, save.written.parent) as save.state:
+                by_trainer()
+        finally:
+            _set_best(state, save.best)
         if not save.state:
             weights = trainer.model.named_parameters()
             check_finite(item for item in weights if item[1].requires_grad)

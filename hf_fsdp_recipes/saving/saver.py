@@ -63,7 +63,7 @@ class Saver:
 
     def __init__(self, directory: OutputDirectory) -> None:
         self._directory = directory
-        self._group = distributed.new_group() if distributed.is_distributed() else None
+        self._group = distributed.host_group("saver") if distributed.is_distributed() else None
         node = socket.gethostname()
         num_ranks_of_that_name = distributed.gather(node).count(node)
         # Some launchers do not set the variable, and containers may share a name.

@@ -4,6 +4,7 @@ They train a tiny model with dropout for a few steps, and describe what came of 
 """
 
 import hashlib
+import json
 import logging
 import os
 import tempfile
@@ -129,7 +130,8 @@ def _digest(value):
     import torch
 
     full = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
-    content = full.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    # FSDP could not free memory that numpy has seen.
+    content = full.detach().clone().view(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha1(content).hexdigest()[:10]
 
 
@@ -223,11 +225,11 @@ def before_last_file(trainer, step, action):
 
 
 def slow_disk():
-    """Let each flush to disk take longer than a step of training."""
+    """Let the files of a save take longer to be flushed to disk than the next step takes."""
     flush = os.fsync
 
     def flush_late(descriptor):
-        time.sleep(0.1)
+        time.sleep(0.02)
         flush(descriptor)
 
     os.fsync = flush_late
@@ -245,18 +247,26 @@ def collect_warnings():
 def steps_in(output):
     """Return the steps of all directories named like a checkpoint.
 
-    Check that each of them is complete and intact.
+    Check that each of them is intact, and that its manifest lists all of its files.
     """
     from hf_fsdp_recipes.saving.directory import list_checkpoints, step_of
     from hf_fsdp_recipes.saving.resume import find_damage
 
-    found = list_checkpoints(output)
+    found = list_checkpoints(Path(output))
     assert [find_damage(checkpoint) for checkpoint in found] == [None] * len(found)
+    for checkpoint in found:
+        assert not checkpoint.is_symlink()
+        files = {name for name, content in contents_of(checkpoint).items() if content is not None}
+        assert "manifest.json" in files, f"{checkpoint.name} has no manifest"
+        listed = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        unlisted = files - {"manifest.json"} - listed.keys()
+        assert not unlisted, f"the manifest of {checkpoint.name} does not list {unlisted}"
     return sorted(step_of(checkpoint) for checkpoint in found)
 
 
 def contents_of(directory):
     """Return the content of each file below a directory; None stands for a directory."""
+    directory = Path(directory)
     return {
         str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
         for path in directory.rglob("*")
@@ -264,7 +274,8 @@ def contents_of(directory):
 
 
 def names_in(directory):
-    return sorted(path.name for path in directory.iterdir())
+    """Return the names in a directory, sorted. A directory that is not there has none."""
+    return sorted(path.name for path in Path(directory).glob("*"))
 
 
 def wait_for(path):
