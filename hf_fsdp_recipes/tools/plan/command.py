@@ -49,18 +49,16 @@ def plan(
     The arguments are those of `hf-fsdp sft`. Options of `accelerate launch` and fields of the
     recipe can follow in any order.
     """
-    from hf_fsdp_recipes.tools.plan.job import read_config, read_job
+    from hf_fsdp_recipes.tools.plan.job import read_job
 
-    try:
+    with explained(ToolError, f"--gpu_memory is {gpu_memory}, not gigabytes, such as 24GB"):
         limit_gigabytes = float(gpu_memory.upper().removesuffix("GB"))
-    except ValueError as error:
-        raise ToolError(f"--gpu_memory is {gpu_memory}. Pass gigabytes, such as 24GB.") from error
     warnings.simplefilter("ignore", FutureWarning)
     job = read_job(config, accelerate_config, context.args)
     problem = "plan needs what an installed version lacks (tested: TRL 1.16 with torch 2.13)"
     with explained(ToolError, problem):
         from hf_fsdp_recipes.tools.plan.step import measure_step
-    parts = measure_step(read_config(job), job)
+    parts = measure_step(job.config, job)
     if not job.on_cpu:
         parts["context, NCCL, fragmentation (assumed)"] = assumed_bytes(job, parts)
     print_parts(job, parts)

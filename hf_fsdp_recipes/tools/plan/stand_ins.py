@@ -4,7 +4,6 @@ The functions differ on a GPU, or cannot run on fake tensors.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,20 +86,15 @@ def replacements(job: Job) -> Iterator[tuple[object, str, object]]:
     yield ModTracker, "register_user_hooks", lambda *hooks: None
     yield masking_utils, NEEDS_NO_MASK, ignore_mask
 
-    def find_packed(position_ids: Tensor) -> Tensor | None:
-        return position_ids if has_mask else None
-
-    yield masking_utils, "find_packed_sequence_indices", find_packed
+    find_packed = "find_packed_sequence_indices"
+    yield masking_utils, find_packed, lambda positions: positions if has_mask else None
     # The result has the same shape as that of the real function.
     yield moe, MULTIPLY_GROUPS, lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0]
     if job.on_cpu:
         return
-    attend = functional.scaled_dot_product_attention
-
-    def attend_without_dropout(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
-        return attend(*args, **kwargs)
-
     # On GPUs, attention kernels have dropout, and Triton kernels work in place.
-    yield functional, "scaled_dot_product_attention", attend_without_dropout
+    sdpa = "scaled_dot_product_attention"
+    attend = functional.scaled_dot_product_attention
+    yield functional, sdpa, lambda *args, dropout_p=0.0, **options: attend(*args, **options)
     for name in TILES:
         yield chunked_logprob, name, lambda *args, **kwargs: None
