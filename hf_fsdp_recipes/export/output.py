@@ -4,7 +4,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -38,7 +37,7 @@ def write_adapter(
         for name in names:
             source = held[name]
             if source.is_collective or is_main:
-                tensor = source.read(0, torch.empty(source.meta.nbytes, dtype=torch.uint8))
+                tensor = source.read(0)
                 if tensor is not None and is_main:
                     state[name] = tensor.to("cpu", on_meta(tensor, dtype).dtype)
         with distributed.agreed():
@@ -104,27 +103,19 @@ def _write_files(
         rank_of.update(dict.fromkeys(names, rank))
         if rank == own_rank:
             file_writer.begin(file, {name: plan.outputs[name] for name in names})
-    # One half of this memory is filled while the other half is written. The kernel would clear new
-    # memory first, which is slow.
-    largest = max(
-        sum(plan.sources[name].memory_bytes for name in step.inputs) for step in plan.steps
-    )
-    memories = cycle(torch.empty(2, largest, dtype=torch.uint8))
     for _, rank, step in logging.tqdm(
         _in_turns(plan.steps, rank_of),
         desc="Exporting weights",
         disable=not distributed.is_main(),
     ):
         is_writer = rank == own_rank
-        memory = next(memories) if is_writer else torch.empty(0)
         tensors = {}
         for name in step.inputs:
             source = plan.sources[name]
             # After an error, this rank still helps to gather tensors.
             with file_writer.recording_errors():
                 if source.is_collective or is_writer:
-                    tensors[name] = source.read(rank, memory)
-            memory = memory[source.memory_bytes :]
+                    tensors[name] = source.read(rank)
         if is_writer:
             file_writer.submit(partial(step.compute, tensors))
         del tensors  # not needed while the next step is gathered

@@ -31,15 +31,9 @@ class Source:
     """One full tensor, which is read only when it is needed."""
 
     meta: Tensor  # a meta tensor with its shape and dtype
-    # Takes a rank, and host memory in which the tensor may be returned. Other ranks may get None.
-    read: Callable[[int, Tensor], Tensor | None]
+    read: Callable[[int], Tensor | None]  # takes a rank; the other ranks may get None
     # True: all ranks must call `read`. False: only the given rank needs to.
     is_collective: bool = False
-
-    @property
-    def memory_bytes(self) -> int:
-        """The size of the memory for `read`, rounded up so that the next tensor is aligned."""
-        return (self.meta.nbytes + 63) // 64 * 64
 
 
 Sources = Mapping[str, Source]
@@ -84,7 +78,6 @@ def _gather(
     value: Tensor,
     dtype: torch.dtype,
     writer: int,
-    memory: Tensor,
 ) -> Tensor | None:
     """Return the full tensor on rank `writer`. Other ranks may get None.
 
@@ -104,7 +97,7 @@ def _gather(
     if writer not in ranks:
         return None
     rows = value.to_local().to(device_type).contiguous()
-    return _join(value, rows, ranks, writer, memory)
+    return _join(value, rows, ranks, writer)
 
 
 def _join(
@@ -112,7 +105,6 @@ def _join(
     rows: Tensor,
     ranks: list[int],
     writer: int,
-    memory: Tensor,
 ) -> Tensor | None:
     """Send the rows (dim 0) of `ranks` to the one that is `writer`, which returns all of them.
 
@@ -122,9 +114,7 @@ def _join(
     full = None
     requests = []
     if own == writer:
-        if rows.device.type != "cpu":  # an accelerator's allocator reuses memory by itself
-            memory = rows.new_empty(value.nbytes, dtype=torch.uint8)
-        full = _view(memory, value)
+        full = rows.new_empty(value.shape)
         # The last ranks may have no part.
         for rank, part in zip(ranks, full.chunk(len(ranks)), strict=False):
             if rank == own:
@@ -138,19 +128,14 @@ def _join(
     return full
 
 
-def _view(memory: Tensor, like: Tensor) -> Tensor:
-    return memory[: like.nbytes].view(like.dtype).view(like.shape)
-
-
 def _read_tensor(
     reader: dcp.FileSystemReader,
     key: str,
     meta: Tensor,
     rank: int,
-    memory: Tensor,
 ) -> Tensor:
-    """Return a tensor of a checkpoint in `memory`, on any rank."""
-    tensor = _view(memory, meta)
+    """Return a tensor of a checkpoint, on any rank."""
+    tensor = torch.empty_like(meta, device="cpu")
     try:
         dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
     except dcp.CheckpointException as error:  # no subclass of Exception
@@ -217,6 +202,6 @@ def from_files(checkpoint: Checkpoint) -> Sources:
             dtype=DTYPES[stored.get_dtype()],
             device="meta",
         )
-        return Source(meta, lambda rank, memory: stored[...])  # mapped from the file
+        return Source(meta, lambda rank: stored[...])  # mapped from the file
 
     return {key: source(key) for key in checkpoint.file_of}
