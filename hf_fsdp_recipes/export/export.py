@@ -64,13 +64,12 @@ def export_model(
     """
     parsed_dtype = parse_dtype(dtype)
     model = extract_model_from_parallel(model, keep_torch_compile=False)
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        adapted = cast(PeftModel, model)
+    if isinstance(model, PeftModel):
         held = sources.from_model(model)
         if not merge_adapter:
-            return output.write_adapter(adapted, held, output_dir, parsed_dtype, tokenizer)
+            return output.write_adapter(model, held, output_dir, parsed_dtype, tokenizer)
         with distributed.agreed():
-            plan = _plan_merged(adapted, held, parsed_dtype)
+            plan = _plan_merged(model, held, parsed_dtype)
     else:
         whole = cast(PreTrainedModel, model)
         held = sources.from_model(model, parsed_dtype)
@@ -155,16 +154,9 @@ def _find_tokenizer(names: list[PathLike]) -> PreTrainedTokenizerBase | None:
 
 def _open_checkpoint(checkpoint: Path) -> tuple[Sources, PeftConfig | None]:
     """Return the tensors of a checkpoint or of an adapter, and the adapter's config."""
-    if not checkpoint.is_dir():
+    if not checkpoint.is_dir() or list_checkpoints(checkpoint):
         raise ExportError(
-            f"{checkpoint} is no directory. "
-            f"`hf-fsdp checkpoints {checkpoint.parent}` lists a run's."
-        )
-    checkpoints = list_checkpoints(checkpoint)
-    if checkpoints:
-        raise ExportError(
-            f"{checkpoint} is the directory of a run. "
-            f"Export one of its checkpoints, such as {checkpoints[0]}."
+            f"{checkpoint} is no checkpoint. `hf-fsdp checkpoints <output_dir>` lists a run's."
         )
     for folder in (checkpoint / MODEL_FOLDER, checkpoint):
         if (folder / ".metadata").is_file():

@@ -31,9 +31,8 @@ class Source:
     """One full tensor, which is read only when it is needed."""
 
     meta: Tensor  # a meta tensor with its shape and dtype
-    read: Callable[[int], Tensor | None]  # takes a rank; the other ranks may get None
-    # True: all ranks must call `read`. False: only the given rank needs to.
-    is_collective: bool = False
+    # Takes a rank; the other ranks may get None. Collective if the tensor is sharded.
+    read: Callable[[int], Tensor | None]
 
 
 Sources = Mapping[str, Source]
@@ -66,11 +65,7 @@ def from_model(model: Module, dtype: OptionalDtype = None) -> Sources:
     for name, value in state.items():
         if isinstance(value, Tensor):  # bitsandbytes also stores strings
             meta = on_meta(value, dtype)
-            sources[WRAPPERS.sub("", name)] = Source(
-                meta,
-                read=partial(_gather, value, meta.dtype),
-                is_collective=isinstance(value, DTensor),
-            )
+            sources[WRAPPERS.sub("", name)] = Source(meta, partial(_gather, value, meta.dtype))
     return sources
 
 
@@ -148,26 +143,21 @@ def _read_tensor(
 def from_checkpoint(directory: Path) -> Sources:
     """Return the tensors of a DCP checkpoint.
 
-    Their names omit the top-level key `model` that Accelerate adds.
+    Their names omit the top-level key `model` that Accelerate adds, if it is there.
     """
     _check_intact(directory)
     reader = dcp.FileSystemReader(directory)
     # Otherwise, it would be read again for each tensor.
     reader.read_metadata = cache(reader.read_metadata)  # type: ignore[method-assign]
     metadata = reader.read_metadata()
-    tensors = {
-        key: entry
-        for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
     paths = metadata.planner_data or {}
-    tops = {path[0] for key, path in paths.items() if key in tensors and len(path) > 1}
-    top = "model" if "model" in tops else next(iter(tops), None)  # None: a plain state dict
+    has_top = any(path[0] == "model" and len(path) > 1 for path in paths.values())
     sources = {}
-    for key, entry in tensors.items():
+    for key, entry in metadata.state_dict_metadata.items():
         # A top-level key such as `model.ema` may stand beside `model`.
-        if top is None or paths[key][0] == top:
-            name = WRAPPERS.sub("", key if top is None else key.removeprefix(f"{top}."))
+        is_weight = not has_top or paths[key][0] == "model"
+        if is_weight and isinstance(entry, TensorStorageMetadata):
+            name = WRAPPERS.sub("", key.removeprefix("model.") if has_top else key)
             meta = torch.empty(
                 entry.size,
                 dtype=entry.properties.dtype,
