@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards_factory
+from huggingface_hub import split_torch_state_dict_into_shards
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -18,7 +18,6 @@ from hf_fsdp_recipes.export import directory, shells
 from hf_fsdp_recipes.export.files import FileWriter, OptionalDtype, PathLike, check_finite
 from hf_fsdp_recipes.export.sources import Sources, on_meta
 from hf_fsdp_recipes.export.steps import Plan, Step
-from hf_fsdp_recipes.upstream.torch_internals import StorageWeakRef
 
 
 def write_adapter(
@@ -59,11 +58,8 @@ def write_weights(
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Path:
     """Write the weights, the configs and the tokenizer. Collective."""
-    split = split_state_dict_into_shards_factory(
+    split = split_torch_state_dict_into_shards(
         plan.outputs,
-        # Views of one tensor stay in one file.
-        get_storage_id=lambda value: StorageWeakRef(value.untyped_storage()),
-        get_storage_size=get_torch_storage_size,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
