@@ -43,8 +43,6 @@ Weights = dict[str, Tensor]  # {name of a weight in the model: value}
 # {name of a tensor that belongs to one weight: converter pattern that it matches, or None}
 TensorsOfWeight = dict[str, str | None]
 
-NUM_NAMED = 3  # maximum number of names in a message
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -140,11 +138,11 @@ class Checkpoint:
         problems += self._find_wrong_shapes(entries, weights)
         if problems:
             raise LoadError(
-                f"{self.directory} does not fit {type(model).__name__}: {some(problems)}."
+                f"{self.directory} does not fit {type(model).__name__}: {problems[:3]}."
             )
         if new:
             logger.warning(
-                "%s has no %s, so the values are new: train them", self.directory, some(new)
+                "%s has no %s, so the values are new: train them", self.directory, new[:3]
             )
         for name in new:
             self._new[name] = new_value(model, name)
@@ -185,7 +183,7 @@ class Checkpoint:
                 "%s has tensors that %s does not use: %s",
                 self.directory,
                 type(model).__name__,
-                some(unexpected),
+                unexpected[:3],
             )
         return [self._entry(name, tensors) for name, tensors in tensors_of.items()]
 
@@ -265,11 +263,3 @@ class Checkpoint:
         `...` stands for all rows.
         """
         return self.slice_of(entry.key)[rows]
-
-
-def some(names: list[str]) -> str:
-    """Return a text with the first names and the number of further names."""
-    text = "; ".join(names[:NUM_NAMED])
-    if len(names) > NUM_NAMED:
-        text += f" and {len(names) - NUM_NAMED} more"
-    return text
