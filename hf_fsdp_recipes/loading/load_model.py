@@ -133,8 +133,7 @@ def prepare_model(
     if quantization_config is not None:
         pack_weights(model, quantization_config, dtype)
     insert_placeholders(model)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    Loader(model, checkpoint, entries, dtype, shapes, is_direct).attach()
+    Loader(model, checkpoint, entries, dtype, is_direct).attach()
     return model
 
 
