@@ -25,7 +25,6 @@ from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS_AND_ADAPTERS
 
 NUM_READERS = 4  # rank 0's reading threads; a disk is faster if it gets several requests at once
 READ_AHEAD_BYTES = 1024**3  # maximum of what rank 0 reads ahead; a larger weight is still read
-NUM_IN_FLIGHT = 2  # maximum number of weights that are sent at the same time
 PAGE_BYTES = 4096
 FSDP_PLACEMENTS = ((Shard(0),), (Replicate(), Shard(0)))  # full and hybrid sharding
 
@@ -78,28 +77,13 @@ def own_rows(target: Tensor) -> slice | EllipsisType:
     return slice(start, start + len(local_part(target)))
 
 
-@dataclass
-class Transfer:
-    """What this rank still has to do to copy one weight from rank 0 into its shard."""
-
-    works: Sequence[dist.Work]
-    rows: Tensor  # this rank's; on rank 0, they keep the weight alive while it is sent
-    shard: Tensor  # where the rows belong
-
-    def finish(self) -> None:
-        """Wait until this rank's shard is filled and its sends are complete. Not a collective."""
-        for work in self.works:
-            work.wait()
-        self.shard.copy_(self.rows)  # does nothing if they were received in place
-
-
-def start_transfer(
+def transfer(
     full: Tensor | None,
     target: Tensor,
     dtype: torch.dtype,
     device: torch.device,
-) -> Transfer:
-    """Start to copy one weight from rank 0 into the shards of the first replica. Collective.
+) -> None:
+    """Copy one weight from rank 0 into the shards of the first replica. Collective.
 
     `full` is the weight on rank 0 and None on the other ranks. `dtype` and `device` are its own.
     """
@@ -108,7 +92,8 @@ def start_transfer(
         if full is None:
             full = torch.empty(target.shape, dtype=dtype, device=device)
         dist.broadcast(full, 0)
-        return Transfer([], full, shard)
+        shard.copy_(full)
+        return
     mesh = target.device_mesh
     ranks = mesh.mesh.flatten()[: mesh.shape[-1]].tolist()  # the first replica, rank 0 first
     operations = []
@@ -122,11 +107,11 @@ def start_transfer(
             if len(part)
         ]
     elif dist.get_rank() in ranks and len(shard):
-        if shard.dtype != dtype or shard.device != device:
-            rows = torch.empty(shard.shape, dtype=dtype, device=device)
+        rows = shard.to(device, dtype)  # the shard itself, if they are its own
         operations = [dist.P2POp(dist.irecv, rows, 0)]
-    works = dist.batch_isend_irecv(operations) if operations else []
-    return Transfer(works, rows, shard)
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+    shard.copy_(rows)  # does nothing if they were received in place
 
 
 @dataclass
@@ -223,17 +208,12 @@ def fill_from_rank0(reader: Reader, entries: Sequence[Entry]) -> None:
     distributed.open_default_group(device)
     is_main = distributed.is_main()
     weights = read_ahead(reader, entries)  # only rank 0 starts it
-    in_flight: deque[Transfer] = deque()
     for entry in logging.tqdm(entries, desc="Loading weights", disable=not is_main):
         values = next(weights) if is_main else {}
         for name in reader.names_of(entry):
             dtype = reader.dtype_of(entry, name)
             for target in reader.targets[name]:
-                in_flight.append(start_transfer(values.get(name), target, dtype, device))
-                if len(in_flight) > NUM_IN_FLIGHT:
-                    in_flight.popleft().finish()
-    for transfer in in_flight:
-        transfer.finish()
+                transfer(values.get(name), target, dtype, device)
     distributed.raise_agreed(reader.error)
     for layer in reader.layers.values():
         layer.broadcast_scales(device)
