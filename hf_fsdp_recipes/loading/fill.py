@@ -25,7 +25,6 @@ from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS_AND_ADAPTERS
 
 NUM_READERS = 4  # rank 0's reading threads; a disk is faster if it gets several requests at once
 READ_AHEAD_BYTES = 1024**3  # maximum of what rank 0 reads ahead; a larger weight is still read
-PAGE_BYTES = 4096
 FSDP_PLACEMENTS = ((Shard(0),), (Replicate(), Shard(0)))  # full and hybrid sharding
 
 Tensors = dict[str, list[Tensor]]
@@ -166,11 +165,7 @@ class Reader:
         expected = self.targets[name][0].shape
         if value.shape != expected:
             raise LoadError(f"{name} is {list(value.shape)}, not {list(expected)}")
-        dtype = self.dtype_of(entry, name)
-        if self.device.type == "cpu" and value.is_contiguous() and value.dtype == dtype:
-            # Otherwise the main thread would read the memory-mapped pages from disk.
-            value.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()
-        return value.to(self.device, dtype).contiguous()
+        return value.to(self.device, self.dtype_of(entry, name)).contiguous()
 
 
 def read_ahead(reader: Reader, entries: Sequence[Entry]) -> Iterator[Weights]:
