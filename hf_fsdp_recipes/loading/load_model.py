@@ -115,8 +115,7 @@ def prepare_model(
     requested_dtype = kwargs.pop("dtype", "auto")
     quantization_config = kwargs.pop("quantization_config", None)
     if kwargs.get("trust_remote_code"):
-        # The classes in a model's own code cannot be sent. Rank 0 downloads for all ranks.
-        distributed.run_on_main(lambda: find_directory(name_or_path, kwargs))
+        # The classes in a model's own code cannot be sent.
         with distributed.agreed():
             found = describe_model(name_or_path, kwargs)
     else:
@@ -211,19 +210,14 @@ def take_quantizer(config: PreTrainedConfig) -> HfQuantizer | None:
 
 
 def resolve_dtype(
-    dtype: str | torch.dtype | None,
+    dtype: Any,
     config: PreTrainedConfig,
     checkpoint: Checkpoint,
 ) -> torch.dtype:
     """Return the dtype that `from_pretrained` would choose for the model."""
     if dtype in (None, "auto"):
         return getattr(config, "dtype", None) or checkpoint.first_dtype()
-    resolved = getattr(torch, str(dtype), dtype)
-    if not isinstance(resolved, torch.dtype):
-        raise LoadError(
-            f"dtype is {dtype!r}. Use auto, float32, bfloat16, float16 or a torch.dtype."
-        )
-    return resolved
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def find_class(config: PreTrainedConfig) -> Any:
@@ -243,11 +237,8 @@ def build_on_meta(
     if build is None:  # `auto_class` is one model's class, which takes no trust_remote_code
         build = get_builder(auto_class)
         kwargs.pop("trust_remote_code", None)
-    try:
-        with init_empty_weights(include_buffers=False), no_init_weights():
-            model = build(config, dtype=dtype, **kwargs)
-    except TypeError as error:
-        raise LoadError(f"the model cannot be built with these arguments: {error}") from error
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model = build(config, dtype=dtype, **kwargs)
     model.tie_weights()  # init_empty_weights unties the weights
     stored = model.state_dict().keys()
     # Some model classes keep some weights in float32.
