@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.launcher.api import ChildFailedError, SignalException  # how a launch fails
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef  # tells views from other tensors
 
 from hf_fsdp_recipes.upstream.versions import check
 

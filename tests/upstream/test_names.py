@@ -223,15 +223,6 @@ def test_a_checkpoint_is_written_through_a_file_system(tmp_path):
     assert parameters_of(writer.fs.create_stream) == ["path", "mode"]
 
 
-def test_meta_views_share_their_storage():
-    tensor = torch.empty(4, device="meta")
-    first, view, other = (
-        torch_internals.StorageWeakRef(value.untyped_storage())
-        for value in (tensor, tensor[1:], torch.empty(4, device="meta"))
-    )
-    assert first == view != other
-
-
 def test_a_model_has_its_private_methods(llama):
     build = transformers_internals.get_builder(LlamaForCausalLM)
     assert build(llama.config, dtype=torch.bfloat16).dtype == torch.bfloat16
