@@ -105,18 +105,15 @@ class Checkpoint:
 
     def first_dtype(self) -> torch.dtype:
         """Return the dtype of the first floating-point tensor, or float32 if there is none."""
-        for key in self.file_of:
-            dtype = DTYPES.get(self.slice_of(key).get_dtype())
-            if dtype is not None:
-                return dtype
-        return torch.float32
+        dtypes = (DTYPES.get(self.slice_of(key).get_dtype()) for key in self.file_of)
+        return next(filter(None, dtypes), torch.float32)
 
     def slice_of(self, key: str) -> Any:
         """Return a lazy tensor: its data is read from the file only when it is indexed."""
         return self.file_of[key].get_slice(key)
 
     def plan(self, model: PreTrainedModel) -> tuple[list[Entry], list[WeightTransform] | None]:
-        """Return the entries to read for a model, in file order, and the conversions they need.
+        """Return the entries to read for a model, and the conversions they need.
 
         `save_pretrained` must revert these conversions. As in `from_pretrained`, the weights of a
         head are new if the checkpoint was saved from a model class without this head.
@@ -126,8 +123,6 @@ class Checkpoint:
         """
         weights = model.state_dict()
         entries = self._match_tensors(model, weights)
-        position = {key: number for number, key in enumerate(self.file_of)}
-        entries.sort(key=lambda entry: position[entry.key])
         present = self._find_present(model, entries)
         missing = [name for name in weights if name not in present]
         new = []
