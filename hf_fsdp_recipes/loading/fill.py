@@ -198,8 +198,6 @@ def fill_from_rank0(reader: Reader, entries: Sequence[Entry]) -> None:
         raise LoadError(
             f"gloo cannot send weights between {device.type} devices. Set another ddp_backend."
         )
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device)
     distributed.open_default_group(device)
     is_main = distributed.is_main()
     weights = read_ahead(reader, entries)  # only rank 0 starts it
