@@ -66,7 +66,7 @@ def load_model(
     name_or_path: str | os.PathLike[str],
     *,
     source: Literal["rank0", "direct"] = "rank0",
-    auto_class: Any = None,
+    auto_class: Any = AutoModelForCausalLM,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Return a pretrained model whose weights take no memory until it is sharded.
@@ -84,8 +84,7 @@ def load_model(
             `source` is "direct" or `trust_remote_code` is set.
         source: with "rank0", only rank 0 reads weights. With "direct", every rank reads its own
             rows (dim 0) of each weight.
-        auto_class: the class on which you would call `from_pretrained`. The default is
-            `AutoModelForCausalLM`.
+        auto_class: the class on which you would call `from_pretrained`.
         **kwargs: as in `from_pretrained`. `quantization_config` must be a 4-bit BitsAndBytesConfig.
 
     Raises:
@@ -94,7 +93,6 @@ def load_model(
             resized before loading (PiSSA, OLoRA, DoRA, new embeddings).
         PatchError: the installed version of Accelerate is not supported.
     """
-    auto_class = auto_class or AutoModelForCausalLM
     if not patches.is_fsdp_requested():
         return auto_class.from_pretrained(name_or_path, **kwargs)
     check_fsdp_version()
