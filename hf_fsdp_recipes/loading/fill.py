@@ -115,7 +115,7 @@ def transfer(
 
 @dataclass
 class Reader:
-    """Reads weights on rank 0. After an error, it returns uninitialized memory to be sent."""
+    """Reads weights on rank 0. After an error, it returns none."""
 
     model: PreTrainedModel
     checkpoint: Checkpoint
@@ -137,21 +137,14 @@ class Reader:
     @torch.no_grad()  # grad mode is per thread
     def read(self, entry: Entry) -> Weights:
         """Return an entry's weights on the device as {name: tensor}."""
-        names = self.names_of(entry)
         try:
             if self.error is None:
                 values = self.checkpoint.read(entry, self.model)
+                names = self.names_of(entry)
                 return {name: self._prepare(entry, name, values[name]) for name in names}
         except Exception as error:
             self.error = LoadError(f"{entry.name}: {describe(error)}")
-        return {
-            name: torch.empty(
-                self.targets[name][0].shape,
-                dtype=self.dtype_of(entry, name),
-                device=self.device,
-            )
-            for name in names
-        }
+        return {}
 
     def _prepare(
         self,
@@ -205,8 +198,11 @@ def fill_from_rank0(reader: Reader, entries: Sequence[Entry]) -> None:
         values = next(weights) if is_main else {}
         for name in reader.names_of(entry):
             dtype = reader.dtype_of(entry, name)
+            full = values.get(name)
+            if full is None and is_main:  # it could not be read
+                full = torch.empty(reader.targets[name][0].shape, dtype=dtype, device=device)
             for target in reader.targets[name]:
-                transfer(values.get(name), target, dtype, device)
+                transfer(full, target, dtype, device)
     distributed.raise_agreed(reader.error)
     for layer in reader.layers.values():
         layer.broadcast_scales(device)
