@@ -153,16 +153,9 @@ def _find_tokenizer(names: list[PathLike]) -> PreTrainedTokenizerBase | None:
 
 def _open_checkpoint(checkpoint: Path) -> tuple[Sources, PeftConfig | None]:
     """Return the tensors of a checkpoint or of an adapter, and the adapter's config."""
-    if not checkpoint.is_dir():
+    if not checkpoint.is_dir() or list_checkpoints(checkpoint):
         raise ExportError(
-            f"{checkpoint} is no directory. "
-            f"`hf-fsdp checkpoints {checkpoint.parent}` lists a run's."
-        )
-    checkpoints = list_checkpoints(checkpoint)
-    if checkpoints:
-        raise ExportError(
-            f"{checkpoint} is the directory of a run. "
-            f"Export one of its checkpoints, such as {checkpoints[0]}."
+            f"{checkpoint} is no checkpoint. `hf-fsdp checkpoints <output_dir>` lists a run's."
         )
     for folder in (checkpoint / MODEL_FOLDER, checkpoint):
         if (folder / ".metadata").is_file():

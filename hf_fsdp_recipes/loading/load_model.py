@@ -66,7 +66,7 @@ def load_model(
     name_or_path: str | os.PathLike[str],
     *,
     source: Literal["rank0", "direct"] = "rank0",
-    auto_class: Any = None,
+    auto_class: Any = AutoModelForCausalLM,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Return a pretrained model whose weights take no memory until it is sharded.
@@ -84,8 +84,7 @@ def load_model(
             `source` is "direct" or `trust_remote_code` is set.
         source: with "rank0", only rank 0 reads weights. With "direct", every rank reads its own
             rows (dim 0) of each weight.
-        auto_class: the class on which you would call `from_pretrained`. The default is
-            `AutoModelForCausalLM`.
+        auto_class: the class on which you would call `from_pretrained`.
         **kwargs: as in `from_pretrained`. `quantization_config` must be a 4-bit BitsAndBytesConfig.
 
     Raises:
@@ -94,7 +93,6 @@ def load_model(
             resized before loading (PiSSA, OLoRA, DoRA, new embeddings).
         PatchError: the installed version of Accelerate is not supported.
     """
-    auto_class = auto_class or AutoModelForCausalLM
     if not patches.is_fsdp_requested():
         return auto_class.from_pretrained(name_or_path, **kwargs)
     check_fsdp_version()
@@ -115,8 +113,7 @@ def prepare_model(
     requested_dtype = kwargs.pop("dtype", "auto")
     quantization_config = kwargs.pop("quantization_config", None)
     if kwargs.get("trust_remote_code"):
-        # The classes in a model's own code cannot be sent. Rank 0 downloads for all ranks.
-        distributed.run_on_main(lambda: find_directory(name_or_path, kwargs))
+        # The classes in a model's own code cannot be sent.
         with distributed.agreed():
             found = describe_model(name_or_path, kwargs)
     else:
@@ -133,8 +130,7 @@ def prepare_model(
     if quantization_config is not None:
         pack_weights(model, quantization_config, dtype)
     insert_placeholders(model)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    Loader(model, checkpoint, entries, dtype, shapes, is_direct).attach()
+    Loader(model, checkpoint, entries, dtype, is_direct).attach()
     return model
 
 
@@ -209,7 +205,7 @@ def take_quantizer(config: PreTrainedConfig) -> HfQuantizer | None:
 
 
 def resolve_dtype(
-    dtype: str | torch.dtype | None,
+    dtype: Any,
     config: PreTrainedConfig,
     checkpoint: Checkpoint,
 ) -> torch.dtype:

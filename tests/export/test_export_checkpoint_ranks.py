@@ -205,9 +205,9 @@ def test_a_changed_weight_and_a_runs_directory_are_refused(trained, tmp_path):
     from hf_fsdp_recipes.errors import ExportError
 
     shutil.copytree(trained("llama") / "checkpoint-2", tmp_path / "run" / "checkpoint-2")
-    with pytest.raises(ExportError, match=r"such as .*run/checkpoint-2"):
+    with pytest.raises(ExportError, match="is no checkpoint"):
         export_checkpoint(tmp_path / "run", tmp_path / "export")
-    with pytest.raises(ExportError, match="is no directory"):
+    with pytest.raises(ExportError, match="is no checkpoint"):
         export_checkpoint(tmp_path / "run" / "checkpoint-4", tmp_path / "export")
     shard = tmp_path / "run" / "checkpoint-2" / "pytorch_model_fsdp_0" / "__1_0.distcp"
     damaged = bytearray(shard.read_bytes())
