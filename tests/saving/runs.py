@@ -183,6 +183,40 @@ def train(output, *, stock=False, resume=True, callback=None, prepare=None, **op
     return describe(trainer) | outcome
 
 
+class Trial(dict):
+    """What Trainer needs of a trial of optuna."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+        self.params = {}
+
+
+def search(output, **callback):
+    """Train the trials 0 and 1, as a hyperparameter search does. Return the error that ends it.
+
+    `callback` holds the arguments of our callback.
+    """
+    import transformers
+    from transformers.trainer_utils import HPSearchBackend
+
+    from hf_fsdp_recipes import ShardedCheckpointCallback
+    from hf_fsdp_recipes.upstream import patches
+
+    patches.enable_cpu_ranks()
+    transformers.integrations.hp_params = dict
+    trainer = make_trainer(output, [ShardedCheckpointCallback(**callback)])
+    trainer.model_init = lambda: make_trainer(output.with_name("unused")).model
+    trainer.hp_search_backend = HPSearchBackend.OPTUNA
+    trainer.hp_space = lambda trial: {}
+    try:
+        for number in (0, 1):
+            trainer.train(trial=Trial(number))
+    except (CheckpointError, ExportError) as error:
+        return str(error)
+    return None
+
+
 def on(trainer, event, action, is_last=False):
     """Call `action(state, control)` at an event of the trainer, before our callback.
 

@@ -97,6 +97,7 @@ def test_after_an_error_the_process_is_as_before_and_the_run_can_be_resumed_in_i
     run, tmp_path, world, world_size, error, event, step, saved
 ):
     options = {"function": _resume_after_error, "error": error, "event": event, "step": step}
+    options["is_same_trainer"] = event == "on_step_begin" and world_size == 1
     for left, resumed, whole in run(tmp_path, world_size, world=world, **options):
         assert left["steps"] in saved
         assert left["names"] == [f"checkpoint-{step}" for step in left["steps"]]

@@ -18,6 +18,7 @@ from tests.saving.runs import (
     names_in,
     on,
     rank,
+    search,
     steps_in,
     train,
     wait_for,
@@ -157,50 +158,18 @@ def test_later_checkpoints_are_set_aside_when_an_earlier_one_is_resumed(run, tmp
         assert sum(name in text for text in resumed["warnings"]) == 1
 
 
-class Trial(dict):
-    """What Trainer needs of a trial of optuna."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.number = number
-        self.params = {}
-
-
-def _search(output):
-    """Train the trials 0 and 1, as a hyperparameter search does."""
-    import transformers
-    from transformers.trainer_utils import HPSearchBackend
-
-    from hf_fsdp_recipes import ShardedCheckpointCallback
-    from hf_fsdp_recipes.errors import CheckpointError
-    from hf_fsdp_recipes.upstream import patches
-
-    patches.enable_cpu_ranks()
-    transformers.integrations.hp_params = dict
-    trainer = make_trainer(output, [ShardedCheckpointCallback()])
-    trainer.model_init = lambda: make_trainer(output.with_name("unused")).model
-    trainer.hp_search_backend = HPSearchBackend.OPTUNA
-    trainer.hp_space = lambda trial: {}
-    try:
-        for number in (0, 1):
-            trainer.train(trial=Trial(number))
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
 @SINGLE
 def test_a_search_that_is_started_again_is_refused_in_the_directory_of_its_first_trial(
     run, tmp_path, world
 ):
     output = tmp_path / "search"
-    assert run(output, 1, world=world, function=_search) == [None]
+    assert run(output, 1, world=world, function=search) == [None]
     assert names_in(output) == ["run-0", "run-1"]
     for trial in output.iterdir():
         assert names_in(trial) == ["checkpoint-2", "checkpoint-4"]
         assert steps_in(trial) == [2, 4]
     before = contents_of(output)
-    (error,) = run(output, 1, world=world, function=_search)
+    (error,) = run(output, 1, world=world, function=search)
     assert error.startswith(f"{output / 'run-0'} holds checkpoint-4 of an earlier run")
     assert contents_of(output) == before
 

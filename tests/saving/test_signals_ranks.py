@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.harness import context, free_port
-from tests.saving.runs import on, rank, steps_in, train, wait_for
+from tests.saving.runs import names_in, on, rank, steps_in, train, wait_for
 
 SLOW = pytest.mark.slow
 
@@ -48,6 +48,35 @@ def test_a_signal_on_one_rank_saves_the_same_step_on_all_and_exits_with_85(
     (step,) = steps_in(tmp_path)
     assert step < 6
     assert run(tmp_path, max_steps=step + 1, **options)[0]["resumed"] == f"checkpoint-{step}"
+
+
+def _signal_in_evaluation(trainer):
+    """Send a signal in the first prediction step. Count the prediction steps in a file."""
+    file = Path(f"{trainer.args.output_dir}-predicted-{rank()}")
+
+    def send(state, control):
+        if rank() == trainer.args.world_size - 1 and not file.exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+        with file.open("a") as stream:
+            stream.write(f"{state.global_step} ")
+
+    on(trainer, "on_prediction_step", send)
+
+
+@pytest.mark.parametrize("world", ["fsdp", "ddp", "one"])
+def test_a_signal_in_an_evaluation_stops_it_and_the_run_is_resumed_exactly(run, tmp_path, world):
+    options = {"world": world, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+    options |= {"per_device_eval_batch_size": 1, "max_steps": 3}
+    whole = run(tmp_path / "whole", **options)
+    stopped = options | {"prepare": _signal_in_evaluation, "expect_failure": True}
+    errors = run(tmp_path / "run", **stopped)
+    assert errors == [("SystemExit", "85")] * len(whole)
+    for number in range(len(whole)):  # of at least four prediction steps
+        assert len((tmp_path / f"run-predicted-{number}").read_text().split()) < 4
+    assert steps_in(tmp_path / "run") == [2] and names_in(tmp_path / "run") == ["checkpoint-2"]
+    resumed = run(tmp_path / "run", **options)
+    assert resumed[0]["resumed"] == "checkpoint-2"
+    assert resumed[0]["weights"] == whole[0]["weights"]
 
 
 def _launch_two_ranks(environment, output):
