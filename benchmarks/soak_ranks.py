@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import Any
 
 MAX_RANKS = 4
-EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
+NOTE = "note.txt"  # a callback adds it to each checkpoint
+EVENTS = (
+    "open",
+    "os.mkdir",
+    "os.rename",
+    "os.symlink",
+    "os.remove",
+    "os.rmdir",
+    "os.truncate",
+    "shutil.rmtree",
+)
 PR_SET_CHILD_SUBREAPER = 36  # prctl's number, from linux/prctl.h
 MODULES = (
     "tests.conftest",
@@ -71,14 +81,15 @@ def prepare() -> None:
 def start_launcher(
     board: Board,
     num_ranks: int,
-    variables: Mapping[str, str],
+    variables: Mapping[str, str | None],
     output: Path,
     options: dict[str, Any],
 ) -> int:
     """Fork a process that forks the ranks and waits for them; return its process id.
 
     Like torchrun, it gives every rank its own session, and sends SIGTERM to the others when one
-    fails. It exits with 0, or with the status of the first rank that failed.
+    fails. It exits with 0, or with the status of the first rank that failed. A variable that is
+    None is not set on the ranks.
     """
     from tests.ranks.harness import free_port
 
@@ -91,12 +102,9 @@ def start_launcher(
         descriptor = os.open(output.parent / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        os.environ |= {
-            **variables,
+        launched = {
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
-        }
-        os.environ |= {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
@@ -104,6 +112,8 @@ def start_launcher(
         for rank in range(num_ranks):
             pid = os.fork()
             if pid == 0:
+                of_rank = launched | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(variables)
+                os.environ |= {key: value for key, value in of_rank.items() if value is not None}
                 os._exit(_run_rank(board, rank, output, options))
             board.pids[rank] = pid
         status = _wait_for_ranks(set(board.pids[:num_ranks]))
@@ -128,7 +138,6 @@ def _run_rank(board: Board, rank: int, output: Path, options: dict[str, Any]) ->
 
     os.setsid()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     _watch_files(board, rank, os.fspath(output))
     try:
         result = train(output, **options)
@@ -139,6 +148,22 @@ def _run_rank(board: Board, rank: int, output: Path, options: dict[str, Any]) ->
         return int(getattr(error, "code", 1))
 
 
+def extend_saves(trainer: Any) -> None:
+    """Let a callback add a file to each checkpoint, and save the last step of an epoch again."""
+    from tests.saving.runs import on
+
+    def write_note(state: Any, control: Any) -> None:
+        if state.is_world_process_zero:
+            directory = Path(trainer.args.output_dir, f"checkpoint-{state.global_step}")
+            (directory / NOTE).write_text(str(state.global_step))
+
+    def save_again(state: Any, control: Any) -> None:
+        control.should_save = True
+
+    on(trainer, "on_save", write_note)
+    on(trainer, "on_epoch_end", save_again)
+
+
 def _watch_files(board: Board, rank: int, output: str) -> None:
     """Count this process's file operations in the output directory, and wait at the trap.
 
@@ -146,10 +171,12 @@ def _watch_files(board: Board, rank: int, output: str) -> None:
     """
 
     def see(event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in EVENTS or not isinstance(arguments[0], str | os.PathLike):
+        if event not in EVENTS:
             return
+        paths = [os.fspath(item) for item in arguments if isinstance(item, str | os.PathLike)]
+        is_in_output = any(path.startswith(output) for path in paths)
         # Deletions name their files relative to a directory's descriptor.
-        if os.fspath(arguments[0]).startswith(output) or event in ("os.remove", "os.rmdir"):
+        if is_in_output or event in ("os.remove", "os.rmdir"):
             board.num_events[rank] += 1
             if board.trap == (rank, board.num_events[rank]):
                 board.state[0] = 1
