@@ -143,8 +143,8 @@ class Soak:
         latest = 0
         try:
             for _ in range(choose.randint(2, 6)):
-                self._kill(choose, kind, output, 1 - latest / NUM_STEPS)
-                latest = check_checkpoints(output, latest)
+                published = self._kill(choose, kind, output, 1 - latest / NUM_STEPS)
+                latest = check_checkpoints(output, max(latest, published))
             result = self.finish(kind, output, Board())
             self.check_result(result, kind, f"checkpoint-{latest}" if latest else None)
             check_checkpoints(output, NUM_STEPS)
@@ -155,8 +155,11 @@ class Soak:
         except Violation as violation:
             self.report(f"case {number} ({kind}, {place}): {violation}; see {directory}")
 
-    def _kill(self, choose: random.Random, kind: Kind, output: Path, remaining: float) -> None:
-        """Start a run, or continue it, and kill it. `remaining` is its share that is to come."""
+    def _kill(self, choose: random.Random, kind: Kind, output: Path, remaining: float) -> int:
+        """Start a run, or continue it, and kill it. `remaining` is its share that is to come.
+
+        Return the step of the latest checkpoint that it has published, or 0.
+        """
         reference = self.reference(kind)
         victim = choose.choice(("all ranks", "one rank", "launcher", "one rank, by SIGTERM"))
         rank = choose.randrange(kind.num_ranks)
@@ -187,6 +190,7 @@ class Soak:
             self.counts.update(["kills while a checkpoint was written"])
         _wait({launcher}, pids)
         _wait(pids, pids)  # if the launcher is dead, they are children of this process
+        return board.published[0]
 
     def check_result(self, result: dict[str, Any] | None, kind: Kind, resumed: str | None) -> None:
         """Raise a Violation if a run is not as it should be.

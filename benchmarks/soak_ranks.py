@@ -8,8 +8,10 @@ import faulthandler
 import importlib
 import json
 import os
+import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -60,6 +62,8 @@ class Board:
         self.trap = trap
         # Whether a rank waits at the trap; whether it may go on.
         self.state = RawArray("i", 2)
+        # The step of the latest checkpoint that a rank has given its name.
+        self.published: Any = RawArray("i", 1)
 
     def wait_for_pids(self, num_ranks: int) -> set[int]:
         """Return the process ids of the ranks when all are forked."""
@@ -169,6 +173,7 @@ def _watch_files(board: Board, rank: int, output: str) -> None:
 
     Each is counted before it happens.
     """
+    renames: dict[int, int] = {}  # the step of the checkpoint that a thread renames
 
     def see(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in EVENTS:
@@ -176,11 +181,18 @@ def _watch_files(board: Board, rank: int, output: str) -> None:
         paths = [os.fspath(item) for item in arguments if isinstance(item, str | os.PathLike)]
         is_in_output = any(path.startswith(output) for path in paths)
         # Deletions name their files relative to a directory's descriptor.
-        if is_in_output or event in ("os.remove", "os.rmdir"):
-            board.num_events[rank] += 1
-            if board.trap == (rank, board.num_events[rank]):
-                board.state[0] = 1
-                while not board.state[1]:
-                    time.sleep(0.0005)
+        if not is_in_output and event not in ("os.remove", "os.rmdir"):
+            return
+        thread = threading.get_ident()
+        done = renames.pop(thread, 0)
+        board.published[0] = max(board.published[0], done)
+        published = re.fullmatch(rf"{re.escape(output)}/checkpoint-([1-9]\d*)", paths[-1])
+        if event == "os.rename" and published:
+            renames[thread] = int(published[1])
+        board.num_events[rank] += 1
+        if board.trap == (rank, board.num_events[rank]):
+            board.state[0] = 1
+            while not board.state[1]:
+                time.sleep(0.0005)
 
     sys.addaudithook(see)
