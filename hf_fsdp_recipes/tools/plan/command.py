@@ -51,10 +51,8 @@ def plan(
     """
     from hf_fsdp_recipes.tools.plan.job import read_config, read_job
 
-    try:
+    with explained(ToolError, "--gpu_memory needs gigabytes, such as 24GB"):
         limit_gigabytes = float(gpu_memory.upper().removesuffix("GB"))
-    except ValueError as error:
-        raise ToolError(f"--gpu_memory is {gpu_memory}. Pass gigabytes, such as 24GB.") from error
     warnings.simplefilter("ignore", FutureWarning)
     job = read_job(config, accelerate_config, context.args)
     problem = "plan needs what an installed version lacks (tested: TRL 1.16 with torch 2.13)"
