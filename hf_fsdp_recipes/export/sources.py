@@ -176,13 +176,13 @@ def from_checkpoint(directory: Path) -> Sources:
         if isinstance(entry, TensorStorageMetadata)
     }
     paths = metadata.planner_data or {}
-    tops = {path[0] for key, path in paths.items() if key in tensors and len(path) > 1}
-    top = "model" if "model" in tops else next(iter(tops), None)  # None: a plain state dict
+    # Otherwise, the checkpoint is a plain state dict.
+    is_nested = any(path[0] == "model" for path in paths.values())
     sources = {}
     for key, entry in tensors.items():
         # A top-level key such as `model.ema` may stand beside `model`.
-        if top is None or paths[key][0] == top:
-            name = WRAPPERS.sub("", key if top is None else key.removeprefix(f"{top}."))
+        if not is_nested or paths[key][0] == "model":
+            name = WRAPPERS.sub("", key.removeprefix("model.") if is_nested else key)
             meta = torch.empty(
                 entry.size,
                 dtype=entry.properties.dtype,

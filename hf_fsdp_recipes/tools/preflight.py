@@ -254,10 +254,7 @@ def write_probe(probe: Path) -> Iterator[str]:
     directory = probe.parent
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with probe.open("wb") as stream:
-            stream.write(os.urandom(PROBE_BYTES))
-            os.fsync(stream.fileno())
-            stream.truncate(0)
+        probe.write_bytes(os.urandom(PROBE_BYTES))
     except OSError as error:
         yield (
             f"output_dir {directory} cannot be written ({error.strerror}). Check permissions, "
