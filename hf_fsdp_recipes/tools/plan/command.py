@@ -51,7 +51,7 @@ def plan(
     """
     from hf_fsdp_recipes.tools.plan.job import read_job
 
-    with explained(ToolError, "--gpu_memory needs gigabytes, such as 24GB"):
+    with explained(ToolError, f"--gpu_memory is {gpu_memory}, not gigabytes, such as 24GB"):
         limit_gigabytes = float(gpu_memory.upper().removesuffix("GB"))
     warnings.simplefilter("ignore", FutureWarning)
     job = read_job(config, accelerate_config, context.args)
