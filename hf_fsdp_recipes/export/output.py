@@ -31,7 +31,7 @@ def write_adapter(
     """Gather the adapter on rank 0, which writes it with PEFT's `save_pretrained`. Collective."""
     is_main = distributed.is_main()
     metas = {name: source.meta for name, source in held.items()}
-    names = distributed.run_on_main(lambda: sorted({*shells.match_adapter(model, metas).values()}))
+    names = sorted({*shells.match_adapter(model, metas).values()})
 
     def write(target: Path) -> None:
         state = {}

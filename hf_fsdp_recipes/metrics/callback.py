@@ -17,18 +17,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import describe
 from hf_fsdp_recipes.metrics import flops, memory, metrics_file, report
-from hf_fsdp_recipes.metrics.metrics_file import NOT_TRAINING, PHASES, Entry
+from hf_fsdp_recipes.metrics.metrics_file import NOT_TRAINING, PHASES, RATES, Entry
 
 logger = logging.getLogger(__name__)
 
-LOGGED = (
-    "tokens_per_second",
-    "tokens_per_second_per_device",
-    "mfu",
-    "step_seconds",
-)
 # {name in Trainer's logs: name in metrics.jsonl}
-LOGGED_MEMORY = {
+LOGGED = {
     "host_memory_gb": "host_bytes",
     "device_peak_memory_gb": "device_peak_bytes",
 }
@@ -155,11 +149,9 @@ class MetricsCallback(TrainerCallback):
         entry["step"] = state.global_step
         if "loss" in logs:
             entry |= self._measure(state)
-            logs |= {name: entry[name] for name in LOGGED if name in entry}
-            for name, key in LOGGED_MEMORY.items():
-                largest = max(entry[key])
-                if largest:
-                    logs[name] = largest / 1e9
+            logs |= {name: entry[name] for name in ("step_seconds", *RATES) if name in entry}
+            memory_gb = metrics_file.summarize([entry])
+            logs |= {name: memory_gb[key] for name, key in LOGGED.items() if key in memory_gb}
         self._append(entry)
 
     def on_train_end(

@@ -3,8 +3,8 @@
 A checkout has folders for them, a wheel has package data.
 """
 
-import filecmp
 import os
+import shutil
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -93,7 +93,10 @@ def make_app(kind: Kind) -> Typer:
 
 
 def copy(name: Name) -> None:
-    """Copy a recipe, the files that it names, and launch.slurm into the current directory."""
+    """Copy a recipe, the files that it names, and launch.slurm into the current directory.
+
+    A file that exists already is kept.
+    """
     recipe = find_file("recipe", name)
     sources = {recipe.name: recipe}
     if recipe.suffix == ".yaml":
@@ -101,19 +104,13 @@ def copy(name: Name) -> None:
             if isinstance(value, str) and (recipe.parent / value).is_file():
                 sources[value] = recipe.parent / value
     sources["launch.slurm"] = shipped_directory("recipe") / "launch.slurm"
-    changed = [
-        target
-        for target, source in sources.items()
-        if Path(target).exists() and not filecmp.cmp(target, source, shallow=False)
-    ]
-    if changed:
-        raise ToolError(
-            f"{', '.join(changed)} exists here already. Move it, or use another directory."
-        )
     for target, source in sources.items():
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        Path(target).write_bytes(source.read_bytes())
-        print(f"wrote {target}")
+        if Path(target).exists():
+            print(f"kept {target}, which exists already")
+        else:
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+            print(f"wrote {target}")
 
 
 def quickstart(context: Context) -> None:

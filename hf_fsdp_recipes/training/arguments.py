@@ -91,7 +91,7 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
     if "--config" in words[:-1]:
         recipe = read_recipe(Path(words[words.index("--config") + 1]))
     names = [match[1] for match in map(OPTION.match, words) if match]
-    for name in [*recipe, *names]:
+    for name in map(str, [*recipe, *names]):
         if name.replace("-", "_") not in {*actions, "config", "env"}:
             close = " or ".join(get_close_matches(name, actions, 2))
             ending = f"; did you mean {close}?" if close else "."

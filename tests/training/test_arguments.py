@@ -53,6 +53,7 @@ def test_a_path_is_found_beside_the_recipe(parse, tmp_path):
         ("max_steps: many\n", (), "many"),
         ("prompt_format: poem\n", (), "poem"),
         ("save_strategy: sometimes\n", (), "sometimes"),
+        ("no: 1\n", (), "False is not an argument"),
         ("a: [\n", (), "cannot be read"),
         ("- a\n", (), "cannot be read"),
     ],
