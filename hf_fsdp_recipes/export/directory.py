@@ -82,12 +82,17 @@ def _finish(temporary: Path, wanted: Path, processor: Any) -> Path:
 def _rename_to_free_name(directory: Path, wanted: Path) -> Path:
     final = wanted
     number = 0
-    while os.path.lexists(final):
+    while is_taken(final):
         number += 1
         final = wanted.with_name(f"{wanted.name}-{number}")
     directory.rename(final)
     sync(final.parent)
     return final
+
+
+def is_taken(path: Path) -> bool:
+    """Return whether a directory cannot get this path: more than an empty directory is there."""
+    return any(path.iterdir()) if path.is_dir() else os.path.lexists(path)
 
 
 def read_run(export_dir: Path) -> dict[str, Any]:
@@ -101,7 +106,7 @@ def read_run(export_dir: Path) -> dict[str, Any]:
 
 def check_is_own(export_dir: Path, run_id: str) -> None:
     """Raise an ExportError if a directory is there that is no export of this run. Rank 0 only."""
-    if os.path.lexists(export_dir) and read_run(export_dir).get("run") != run_id:
+    if is_taken(export_dir) and read_run(export_dir).get("run") != run_id:
         raise ExportError(
             f"{export_dir} exists and is no export of this run. Move it, or choose another "
             "directory for the export."

@@ -129,8 +129,10 @@ class ShardedCheckpointCallback(TrainerCallback):
             trial: the trial of a hyperparameter search, if there is one.
         """
         directory = OutputDirectory(Path(getattr(trainer, GET_OUTPUT_DIR)(trial)))
+        if trial is not None:
+            self._exports = [directory.path / path.name for path in self._exports]
         self._run_id = distributed.run_on_main(
-            lambda: self._claim(directory, trainer.args.auto_find_batch_size or trial, checkpoint)
+            lambda: self._claim(directory, trainer.args.auto_find_batch_size, checkpoint)
         )
         self._is_training = True
         try:
@@ -144,12 +146,10 @@ class ShardedCheckpointCallback(TrainerCallback):
         distributed.gather(None)  # so that no rank sees the workspace any more
         return result
 
-    def _claim(
-        self, directory: OutputDirectory, is_repeated: object, checkpoint: str | None
-    ) -> str:
+    def _claim(self, directory: OutputDirectory, is_repeated: bool, checkpoint: str | None) -> str:
         """Open the directories of a run on rank 0. Return the run's id.
 
-        If `is_repeated`, one `Trainer.train` or hyperparameter search runs several training loops.
+        If `is_repeated`, one `Trainer.train` runs several training loops.
         """
         step = 0
         run_id = self._run_id if is_repeated else None

@@ -130,7 +130,7 @@ def find_damage(
         path = checkpoint / name
         try:
             if not path.resolve().is_relative_to(checkpoint.resolve()) or not path.is_file():
-                return f"{name} is no file of this checkpoint"
+                return f"{name} is no file of this checkpoint. If that is on purpose: {way_back}"
             if read_facts(path) != files[name]:
                 return f"{name} is damaged. If it was changed on purpose: {way_back}"
         except (OSError, ValueError) as error:
@@ -150,13 +150,21 @@ def accept(checkpoint: Path) -> list[str]:
 
     Returns:
         The names of the files that are not as the callback has written them.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it holds a pipe or a device.
     """
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{checkpoint} is no directory.")
     manifest = read_manifest(checkpoint) or {"step": step_of(checkpoint), "files": {}}
     files = {}
     for path in checkpoint.rglob("*"):
         name = str(path.relative_to(checkpoint))
-        if path.is_file() and name != MANIFEST:
-            files[name] = read_facts(path)
+        if path.is_dir() or name == MANIFEST:
+            continue
+        if not path.is_file():
+            raise CheckpointError(f"{path} is no file. Remove it first.")
+        files[name] = read_facts(path)
     before = manifest["files"]
     write_manifest(checkpoint, manifest, files)
     return [name for name in before | files if before.get(name) != files.get(name)]
@@ -171,6 +179,8 @@ def check_pickles(directory: Path) -> None:
     """
     # DCP also reads `__<rank>.metadata`.
     for path in {directory / ".metadata", *directory.glob("*.metadata")}:
+        if not path.is_file():  # a pipe would never end
+            raise pickle.UnpicklingError(f"{path.name} is no file")
         with path.open("rb") as stream:
             metadata = load_metadata(stream)
         # A forged dict may have an `items` of its own, which hides its entries.

@@ -69,6 +69,7 @@ class Saver:
         # Some launchers do not set the variable, and containers may share a name.
         num_ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks_of_that_name))
         self._host_copy = HostCopy(num_ranks_on_node)
+        self._has_warned = False
         self._threads = ThreadPoolExecutor(2, "checkpoint")  # one writes, one checks
 
     def start(self, save: Save, asynchronous: bool) -> None:
@@ -108,11 +109,12 @@ class Saver:
                 copied = self._host_copy.take(save.state)
         except Exception as error:  # the state itself can still be written
             self._host_copy.close()
-            if distributed.is_main():
+            if distributed.is_main() and not self._has_warned:
                 logger.warning(
-                    "training waits while this save is written, without a copy: %s",
+                    "training waits while saves are written, without a copy: %s",
                     describe(error),
                 )
+            self._has_warned = True
             return False
         save.state = copied
         return True
