@@ -125,6 +125,7 @@ def build_model(arguments: Arguments) -> "PreTrainedModel":
     if recipe.config_name:
         transformers.set_seed(training.seed)
         config = transformers.AutoConfig.from_pretrained(recipe.config_name)
+        config.update_from_string(recipe.config_overrides or "")
         return transformers.AutoModelForCausalLM.from_config(config, **options)
     source = {"revision": model.model_revision}
     config = distributed.run_on_main(

@@ -133,6 +133,7 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
         f"--model_name_or_path={model}",
         f"--tokenizer_name={model}",
         "--config_name=",
+        "--config_overrides=",
         f"--dataset_name={data}",
         f"--output_dir={directory / 'run'}",
         *SHORT,

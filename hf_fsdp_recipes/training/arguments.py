@@ -44,6 +44,9 @@ class RecipeArguments:
     config_name: str | None = _field(
         None, "Config of a new model with random weights, instead of model_name_or_path."
     )
+    config_overrides: str | None = _field(
+        None, "Changes to it, such as hidden_size=768,num_hidden_layers=12."
+    )
     tokenizer_name: str | None = _field(None, "Tokenizer, if it is not the model's own.")
     prompt_format: Literal["alpaca", "chat"] = _field(
         "chat", "Text for rows of instruction, input and output."

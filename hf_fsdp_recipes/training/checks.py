@@ -64,6 +64,8 @@ def _check_sources(arguments: Arguments) -> Iterator[str]:
         )
     if bool(arguments.script.dataset_name) == bool(arguments.mixture.datasets):
         yield "Set either dataset_name, or datasets for a mixture."
+    if recipe.config_overrides and not recipe.config_name:
+        yield "config_overrides needs config_name."
     if not 0 <= percentage < 100:
         yield f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."
     if percentage > 0 and arguments.is_streamed:

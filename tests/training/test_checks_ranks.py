@@ -19,6 +19,7 @@ STREAM = {"dataset_streaming": "true", "max_steps": "3"}
 REFUSED = [
     ({"config_name": "c"}, {}, "either model_name_or_path"),
     ({"dataset_name": None}, {}, "either dataset_name"),
+    ({"config_overrides": "hidden_size=8"}, {}, "config_overrides needs config_name"),
     ({"output_dir": ""}, {}, "output_dir is empty"),
     ({"gradient_accumulation_steps": "0"}, {}, "gradient_accumulation_steps is 0"),
     ({"max_length": "0"}, {}, "max_length is 0"),

@@ -49,7 +49,7 @@ def plan(
     The arguments are those of `hf-fsdp sft`. Options of `accelerate launch` and fields of the
     recipe can follow in any order.
     """
-    from hf_fsdp_recipes.tools.plan.job import read_job
+    from hf_fsdp_recipes.tools.plan.job import read_config, read_job
 
     with explained(ToolError, f"--gpu_memory is {gpu_memory}, not gigabytes, such as 24GB"):
         limit_gigabytes = float(gpu_memory.upper().removesuffix("GB"))
@@ -58,7 +58,7 @@ def plan(
     problem = "plan needs what an installed version lacks (tested: TRL 1.16 with torch 2.13)"
     with explained(ToolError, problem):
         from hf_fsdp_recipes.tools.plan.step import measure_step
-    parts = measure_step(job.config, job)
+    parts = measure_step(read_config(job), job)
     if not job.on_cpu:
         parts["context, NCCL, fragmentation (assumed)"] = assumed_bytes(job, parts)
     print_parts(job, parts)

@@ -27,12 +27,6 @@ class Job(NamedTuple):
     on_cpu: bool
 
     @property
-    def config(self) -> PreTrainedConfig:
-        """The config of the model."""
-        name = self.arguments.recipe.config_name or self.arguments.model.model_name_or_path
-        return find_config(str(name))
-
-    @property
     def num_replicas(self) -> int:
         """Number of copies of the model.
 
@@ -88,6 +82,15 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
     with patch.dict(os.environ, environment):
         parsed_script = parse_arguments(launch.training_script_args)
     return Job(parsed_script, environment, launch.num_processes, bool(launch.use_cpu))
+
+
+def read_config(job: Job) -> PreTrainedConfig:
+    """Return the config of the job's model, with the recipe's overrides."""
+    recipe = job.arguments.recipe
+    config = find_config(recipe.config_name or str(job.arguments.model.model_name_or_path))
+    if recipe.config_overrides:
+        config.update_from_string(recipe.config_overrides)
+    return config
 
 
 def find_config(name: str) -> PreTrainedConfig:
