@@ -132,7 +132,9 @@ def _load(arguments: Arguments) -> DatasetDict | IterableDatasetDict:
     if is_local and not path.exists():
         raise RecipeError("there is no such file or folder.")
     if not path.is_file():
-        return load_dataset(name, script.dataset_config, streaming=is_streamed)
+        # Only datasets of the Hub have it.
+        config = None if path.exists() else script.dataset_config
+        return load_dataset(name, config, streaming=is_streamed)
     if path.suffix not in BUILDERS:
         raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
     return load_dataset(
