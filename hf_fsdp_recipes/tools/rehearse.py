@@ -76,9 +76,7 @@ def rehearse(
         last_file = run / f"checkpoint-{SAVE_STEPS}" / "trainer_state.json"
         train(template, arguments, directory, last_file.exists)
         print("resume and export", flush=True)
-        text = train(template, arguments, directory)
-        if "resuming from" not in text:
-            raise ToolError("the second run did not resume from the first one's checkpoint.")
+        train(template, arguments, directory)
         for export in sorted(run.glob("export*")):
             [text] = complete(export, ["The"], max_new_tokens=8)
             print(f"generate with {export.name}: {text!r}", flush=True)
@@ -201,17 +199,16 @@ def train(
     arguments: Sequence[str],
     directory: Path,
     is_done: Callable[[], bool] = lambda: False,
-) -> str:
-    """Run the recipe to its end, or kill the run once `is_done()` is true. Return its output.
+) -> None:
+    """Run the recipe to its end, or kill the run once `is_done()` is true.
 
     If the run fails, raise ToolError.
     """
     log = directory / "log.txt"
     status = run_recipe(template, arguments, log, is_done, LIMIT_SECONDS, on_cpu=True)
-    text = log.read_text(errors="replace")
     if status != 0 and not is_done():
+        text = log.read_text(errors="replace")
         raise ToolError(
             find_error(text)
             or f"the run failed, or took too long. Its output ends with:\n{text[-2000:]}"
         )
-    return text
