@@ -40,7 +40,6 @@ def check_arguments(arguments: Arguments) -> None:
     mistakes = [
         *_check_sources(arguments),
         *_check_training(training),
-        *_check_rows(arguments),
         *_check_adapter(arguments),
         *_check_launch(training),
     ]
@@ -57,15 +56,27 @@ def check_arguments(arguments: Arguments) -> None:
 
 def _check_sources(arguments: Arguments) -> Iterator[str]:
     recipe = arguments.recipe
+    mixture = arguments.mixture
+    percentage = recipe.validation_split_percentage
     if bool(arguments.model.model_name_or_path) == bool(recipe.config_name):
         yield (
             "Set either model_name_or_path, a pretrained model, or config_name, the config of a "
             "new one."
         )
-    if bool(arguments.script.dataset_name) == bool(arguments.mixture.datasets):
-        yield "Set either dataset_name, or datasets for a mixture."
     if recipe.config_overrides and not recipe.config_name:
         yield "config_overrides needs config_name."
+    if bool(arguments.script.dataset_name) == bool(mixture.datasets):
+        yield "Set either dataset_name, or datasets for a mixture."
+    if not 0 <= percentage < 100:
+        yield f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."
+    if percentage > 0 and arguments.is_streamed:
+        yield "A stream cannot be split. Remove validation_split_percentage."
+    is_misplaced = arguments.script.dataset_streaming if mixture.datasets else mixture.streaming
+    if is_misplaced:
+        yield (
+            "dataset_streaming belongs to dataset_name, and streaming to datasets. Set the other "
+            "one."
+        )
 
 
 def _check_training(training: "SFTConfig") -> Iterator[str]:
@@ -85,21 +96,6 @@ def _check_training(training: "SFTConfig") -> Iterator[str]:
         yield (
             f"num_train_epochs is {training.num_train_epochs}, which trains nothing. "
             "Set it above 0."
-        )
-
-
-def _check_rows(arguments: Arguments) -> Iterator[str]:
-    mixture = arguments.mixture
-    percentage = arguments.recipe.validation_split_percentage
-    if not 0 <= percentage < 100:
-        yield f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."
-    if percentage > 0 and arguments.is_streamed:
-        yield "A stream cannot be split. Remove validation_split_percentage."
-    is_misplaced = arguments.script.dataset_streaming if mixture.datasets else mixture.streaming
-    if is_misplaced:
-        yield (
-            "dataset_streaming belongs to dataset_name, and streaming to datasets. Set the other "
-            "one."
         )
 
 
