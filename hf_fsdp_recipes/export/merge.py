@@ -3,14 +3,11 @@
 PEFT's own code merges full tensors in float32.
 """
 
-import os
 from collections.abc import Mapping
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from torch.nn import Module
 
 from hf_fsdp_recipes.errors import ExportError
@@ -25,6 +22,7 @@ from hf_fsdp_recipes.export.steps import (
     plan_in_file_format,
 )
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
+from hf_fsdp_recipes.loading.load_model import find_directory
 from hf_fsdp_recipes.upstream.transformers_internals import find_tied
 
 PREFIX = "base_model.model."  # PEFT's name for the transformers model inside a PeftModel
@@ -70,10 +68,7 @@ def plan_merge_into_files(
             f"init_lora_weights={start} changed the base weights. "
             "Merge in training, with export_model."
         )
-    directory = Path(base)
-    if not directory.is_dir():
-        directory = Path(snapshot_download(os.fspath(base)))
-    checkpoint = Checkpoint(directory)
+    checkpoint = Checkpoint(find_directory(str(base), {}))
     files = from_files(checkpoint)
     stored = checkpoint.match(shell.base)
     sources = {**adapter, **files}
