@@ -52,8 +52,8 @@ def checkpoints(
     from hf_fsdp_recipes.saving.directory import list_checkpoints, read_manifest, step_of
     from hf_fsdp_recipes.saving.resume import find_damage
 
-    num_usable = 0
-    print(f"{'step':>8}  {'MB':>11}  {'ranks':>5}  state")
+    damages = []
+    print("    step           MB  ranks  state")
     for checkpoint in reversed(list_checkpoints(output_dir)):
         sizes = {
             str(path.relative_to(checkpoint)): path.stat().st_size
@@ -67,13 +67,12 @@ def checkpoints(
             files = manifest["files"]
             wrong = [name for name in files if sizes.get(name) != files[name]["bytes"]]
             damage = f"{wrong[0]} is missing or cut off" if wrong else None
-        if damage is None:
-            num_usable += 1
+        damages.append(damage)
         print(
             f"{step_of(checkpoint):>8}  {sum(sizes.values()) / 1e6:>11,.1f}  "
             f"{manifest.get('world_size', '?'):>5}  {damage or 'complete'}"
         )
-    if not num_usable:
+    if all(damages):
         raise ToolError(f"{output_dir} holds no checkpoint that a run can be resumed from.")
 
 
