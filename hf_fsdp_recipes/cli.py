@@ -58,8 +58,8 @@ def checkpoints(
     if accept is not None:
         changed = resume.accept(output_dir / f"checkpoint-{accept.removeprefix('checkpoint-')}")
         print(f"accepted: {', '.join(changed) or 'nothing has changed'}")
-    num_usable = 0
-    print(f"{'step':>8}  {'MB':>11}  {'ranks':>5}  state")
+    damages = []
+    print("    step           MB  ranks  state")
     for checkpoint in reversed(list_checkpoints(output_dir)):
         sizes = {
             str(path.relative_to(checkpoint)): path.stat().st_size
@@ -73,13 +73,12 @@ def checkpoints(
             files = manifest["files"]
             wrong = [name for name in files if sizes.get(name) != files[name]["bytes"]]
             damage = f"{wrong[0]} is missing or cut off" if wrong else None
-        if damage is None:
-            num_usable += 1
+        damages.append(damage)
         print(
             f"{step_of(checkpoint):>8}  {sum(sizes.values()) / 1e6:>11,.1f}  "
             f"{manifest.get('world_size', '?'):>5}  {damage or 'complete'}"
         )
-    if not num_usable:
+    if all(damages):
         raise ToolError(f"{output_dir} holds no checkpoint that a run can be resumed from.")
 
 

@@ -112,8 +112,7 @@ def export_checkpoint(
     checkpoint = Path(checkpoint_dir)
     parsed_dtype = parse_dtype(dtype)
     held, config = _open_checkpoint(checkpoint)
-    own_base = checkpoint if config is None else str(config.base_model_name_or_path)
-    base = base_model or own_base
+    base = base_model or (str(config.base_model_name_or_path) if config else checkpoint)
     shell = shells.load_on_meta(base)
     tokenizer = _find_tokenizer([checkpoint, base])
     if config is None:

@@ -19,14 +19,12 @@ from transformers.quantizers.base import HfQuantizer
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.placeholder import is_placeholder, shared_nan
-from hf_fsdp_recipes.upstream.accelerate_internals import is_initialized
+from hf_fsdp_recipes.upstream.accelerate_internals import PRECISIONS, is_initialized
 from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS
 from hf_fsdp_recipes.upstream.transformers_internals import AutoHfQuantizer, local_torch_dtype
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
-
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by Accelerate's mixed precision
 
 logger = logging.getLogger(__name__)
 

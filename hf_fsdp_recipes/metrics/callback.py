@@ -18,6 +18,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import describe
 from hf_fsdp_recipes.metrics import flops, memory, metrics_file, report
 from hf_fsdp_recipes.metrics.metrics_file import NOT_TRAINING, PHASES, RATES, Entry
+from hf_fsdp_recipes.upstream.accelerate_internals import PRECISIONS
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +26,6 @@ logger = logging.getLogger(__name__)
 LOGGED = {
     "host_memory_gb": "host_bytes",
     "device_peak_memory_gb": "device_peak_bytes",
-}
-# {Accelerate's name: torch's name}
-PRECISIONS = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
 }
 
 
@@ -161,17 +157,10 @@ class MetricsCallback(TrainerCallback):
         *_: object,
         **kwargs: object,
     ) -> None:
-        """Write an entry with the time since the last logged step. Then write the report."""
-        self._end_phase("other")
+        """Write the last entry. Then write the report."""
         self._is_running = False
         self._hook.remove()
-        self._append(
-            {
-                "step": state.global_step,
-                "ended_at_step": state.global_step,
-                "seconds": self._seconds,
-            }
-        )
+        self._append({"step": state.global_step, "ended_at_step": state.global_step})
         if distributed.is_main():
             with self._errors_as_warnings():
                 report.write_report(self._file.parent)

@@ -83,11 +83,9 @@ def make_app(kind: Kind) -> Typer:
         print(find_file(kind, name).read_text(), end="")
 
     @app.command()
-    def path(
-        name: Annotated[Optional[str], Argument(help="A name; default: the directory.")] = None,
-    ) -> None:
+    def path(name: Name) -> None:
         """Print a file's path, for example for `accelerate launch --config_file`."""
-        print(find_file(kind, name) if name else shipped_directory(kind))
+        print(find_file(kind, name))
 
     return app
 

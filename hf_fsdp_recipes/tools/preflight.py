@@ -169,8 +169,6 @@ def ask(node: Node, address: str, port: int, timeout: float) -> Verdict:
         try:
             connection = socket.create_connection((address, port), ANSWER_SECONDS)
             break
-        except socket.gaierror:
-            raise
         except OSError:
             if monotonic() > deadline:
                 raise
@@ -196,11 +194,8 @@ def find_faults(nodes: list[Node], address: str, timeout: float) -> Iterator[str
         for fault in node.faults:
             yield f"{node}: {fault}"
     for name in nodes[0].facts:
-        holders: dict[str, list[Node]] = {}
-        for node in nodes:
-            holders.setdefault(node.facts[name], []).append(node)
-        if len(holders) > 1:
-            found = "; ".join(f"{value} on {_join(group)}" for value, group in holders.items())
+        if len({node.facts[name] for node in nodes}) > 1:
+            found = "; ".join(f"{node.facts[name]} on {node}" for node in nodes)
             yield f"{name} differs: {found}. Make it the same on all nodes."
     ranks = [node.machine_rank for node in nodes]
     repeated = sorted({rank for rank in ranks if ranks.count(rank) > 1})
@@ -244,7 +239,7 @@ def explain(error: OSError, address: str, port: int) -> str:
 
 def advise(address: str) -> str:
     """Return advice for nodes that cannot connect at this address."""
-    if address == "localhost" or address.startswith(("127.", "::1")):
+    if address.startswith(("localhost", "127.", "::1")):
         return "A loopback address leads each host to itself: pass the address of node 0's host."
     return "Check that all nodes were started, their own output, the address, firewalls and routes."
 

@@ -79,11 +79,6 @@ def sweep(
     """
     import torch
 
-    if bool(accelerate_config) != bool(num_processes):
-        raise ToolError(
-            "Pass both --accelerate_config and --num_processes, or neither to show the earlier "
-            "runs."
-        )
     templates = [find_file("template", name) for name in accelerate_config]
     for template in templates:
         for ranks in sorted(num_processes):
@@ -162,7 +157,8 @@ def write_table(output_dir: Path) -> str:
     results = sorted(read_result(case) for case in output_dir.glob("*_*ranks") if case.is_dir())
     if not results:
         raise ToolError(
-            f"{output_dir} holds no case of a sweep. Pass the --output_dir of `hf-fsdp sweep`."
+            f"{output_dir} holds no case of a sweep. Pass both --accelerate_config and "
+            "--num_processes."
         )
     titles = ["template", "ranks", *(title for title, _ in COLUMNS.values()), "status"]
     lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]

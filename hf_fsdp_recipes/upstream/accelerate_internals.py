@@ -1,5 +1,6 @@
 """Names of Accelerate that are not in its documentation, and why each is needed."""
 
+import torch
 from accelerate.commands.config.config_args import ClusterConfig  # the settings of a config file
 from accelerate.commands.launch import (
     _validate_launch_command as validate_launch_command,  # reads the config file into the arguments
@@ -10,3 +11,6 @@ from accelerate.commands.launch import (
 )
 from accelerate.state import is_initialized  # whether an Accelerator exists
 from accelerate.utils.launch import prepare_multi_gpu_env  # what the launcher tells its ranks
+
+# {mixed precision in a config file: dtype}
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}

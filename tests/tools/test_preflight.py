@@ -76,8 +76,8 @@ def test_nodes_that_can_work_together_pass_and_leave_port_and_directory_as_they_
         ),
         (
             [make_node(0, 3), make_node(1, 3, torch="2.12"), make_node(2, 3)],
-            "torch differs: 2.13 on node 0 (host0, pid 100), node 2 (host2, pid 102); "
-            "2.12 on node 1 (host1, pid 101). ",
+            "torch differs: 2.13 on node 0 (host0, pid 100); 2.12 on node 1 (host1, pid 101); "
+            "2.13 on node 2 (host2, pid 102). ",
         ),
         (
             [make_node(0), make_node(1, faults=["0 accelerators."])],

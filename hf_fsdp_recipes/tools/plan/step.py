@@ -22,12 +22,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trl import get_peft_config
 
 from hf_fsdp_recipes.errors import ToolError, explained
-from hf_fsdp_recipes.loading.bnb_4bit import PRECISIONS
 from hf_fsdp_recipes.loading.load_model import build_on_meta, find_class, take_quantizer
 from hf_fsdp_recipes.tools.plan.job import Job
 from hf_fsdp_recipes.tools.plan.stand_ins import pack_linears, replacements
 from hf_fsdp_recipes.training.adjustments import reduce_in_float32
 from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
+from hf_fsdp_recipes.upstream.accelerate_internals import PRECISIONS
 from hf_fsdp_recipes.upstream.patches import LOADER, apply_for_loading
 from hf_fsdp_recipes.upstream.planner_internals import (
     READ_VALUE,
@@ -67,7 +67,13 @@ def measure_step(config: PreTrainedConfig, job: Job) -> dict[str, float]:
         )
     dist.init_process_group("fake", rank=0, world_size=job.num_ranks, store=FakeStore())
     try:
-        mesh = _make_mesh(job)
+        mesh = dist.init_device_mesh(
+            "cpu",
+            (job.num_replicas, job.num_ranks // job.num_replicas),
+            mesh_dim_names=("replicate", "shard"),
+        )
+        if job.num_replicas == 1:
+            mesh = mesh["shard"]
         with (
             warnings.catch_warnings(action="ignore"),
             patch.dict(os.environ, job.environment),
@@ -83,15 +89,6 @@ def measure_step(config: PreTrainedConfig, job: Job) -> dict[str, float]:
                 return _run(_shard(model, mesh, job), job)
     finally:
         dist.destroy_process_group()
-
-
-def _make_mesh(job: Job) -> DeviceMesh:
-    mesh = dist.init_device_mesh(
-        "cpu",
-        (job.num_replicas, job.num_ranks // job.num_replicas),
-        mesh_dim_names=("replicate", "shard"),
-    )
-    return mesh if job.num_replicas > 1 else mesh["shard"]
 
 
 def _build(config: PreTrainedConfig, job: Job) -> Any:
