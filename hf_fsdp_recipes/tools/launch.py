@@ -4,6 +4,7 @@
 """
 
 import logging
+import math
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 
 import psutil
 from typer import Context
@@ -143,9 +144,10 @@ def run_recipe(
     arguments: Sequence[str],
     log: Path,
     is_done: Callable[[], bool] = lambda: False,
+    limit_seconds: float = math.inf,
     on_cpu: bool = False,
 ) -> int | None:
-    """Run `hf-fsdp sft` until it ends or `is_done()` is true.
+    """Run `hf-fsdp sft` until it ends, `is_done()` is true, or the time limit is reached.
 
     Then kill what still runs. `log` gets the command's output. With `on_cpu`, the template's
     sharding runs on CPU ranks of this machine, as do later commands. Returns the exit status, or
@@ -165,6 +167,7 @@ def run_recipe(
         os.environ["ACCELERATE_USE_CPU"] = "true"
     # Then `finally` kills the ranks, too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    deadline = monotonic() + limit_seconds
     with log.open("w") as output:
         process = psutil.Popen(
             [*command, *arguments],
@@ -173,7 +176,7 @@ def run_recipe(
             stderr=output,
         )
     try:
-        while process.poll() is None and not is_done():
+        while process.poll() is None and monotonic() < deadline and not is_done():
             sleep(0.1)
         return process.poll()
     finally:

@@ -19,6 +19,7 @@ from hf_fsdp_recipes.tools.launch import FLOAT32, find_error, run_recipe
 
 NUM_ROWS = 256
 SAVE_STEPS = 2
+LIMIT_SECONDS = 600
 WITHOUT_GPU = ["--use_cpu=true", *FLOAT32, "--validation_split_percentage=0"]
 # Values for settings that would need a GPU, much time or an account.
 SHORT = (
@@ -198,10 +199,11 @@ def train(
     If the run fails, raise ToolError.
     """
     log = directory / "log.txt"
-    status = run_recipe(template, arguments, log, is_done, on_cpu=True)
+    status = run_recipe(template, arguments, log, is_done, LIMIT_SECONDS, on_cpu=True)
     text = log.read_text(errors="replace")
     if status != 0 and not is_done():
         raise ToolError(
-            find_error(text) or f"the run failed. Its output ends with:\n{text[-2000:]}"
+            find_error(text)
+            or f"the run failed, or took too long. Its output ends with:\n{text[-2000:]}"
         )
     return text
