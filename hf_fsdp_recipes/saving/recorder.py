@@ -34,19 +34,16 @@ def redirected(trainer: Trainer, directory: Path) -> Iterator[dict[str, Any]]:
     ) -> None:
         parts[Path(storage_writer.checkpoint_id).name] = state_dict
 
+    replace = mock.patch.object
     with contextlib.ExitStack() as replaced:
-
-        def replace(owner: object, name: str, value: object) -> None:
-            replaced.enter_context(mock.patch.object(owner, name, value))
-
-        replace(trainer, GET_OUTPUT_DIR, lambda trial: str(directory))
+        replaced.enter_context(replace(trainer, GET_OUTPUT_DIR, lambda trial: str(directory)))
         # The push follows when the checkpoint is complete.
-        replace(trainer, PUSH_CHECKPOINT, lambda folder: None)
+        replaced.enter_context(replace(trainer, PUSH_CHECKPOINT, lambda folder: None))
         if is_sharded(trainer):
-            replace(dcp, "save", record)
+            replaced.enter_context(replace(dcp, "save", record))
             # If it offloaded sharded state, this thread would copy the state now.
             config = trainer.accelerator.state.fsdp_plugin.state_dict_config
-            replace(config, "offload_to_cpu", False)
+            replaced.enter_context(replace(config, "offload_to_cpu", False))
         yield parts
     for state in parts.values():
         if "optimizer" in state:

@@ -116,7 +116,8 @@ class Run(TrainerCallback):
     def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         """Start the exchange that tells all ranks of a signal or a failed save on any rank."""
         if not self._stop_signal:
-            self._flags.start(self._save is not None and self._save.has_failed)
+            ended = self._save and self._save.ended
+            self._flags.start(bool(ended and ended.done() and ended.exception()))
 
     def on_step_end(
         self,

@@ -47,12 +47,6 @@ class Save:
     checked: Future[Any] = field(default_factory=Future)  # fails if a weight is not finite
     ended: Future[None] | None = None  # None until all callbacks have added their files
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether the save has ended with an error. Ranks may see this at different times."""
-        ended = self.ended
-        return ended is not None and ended.done() and ended.exception() is not None
-
 
 class Saver:
     """The threads that write. Every rank creates one, and starts the same saves in the same order.
