@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 from unittest import mock
 
@@ -22,9 +23,9 @@ from hf_fsdp_recipes.export.directory import (
 )
 from hf_fsdp_recipes.export.export import export_model, parse_dtype
 from hf_fsdp_recipes.loading.load_model import check_fsdp_version
-from hf_fsdp_recipes.saving.directory import OutputDirectory, set_aside_later
+from hf_fsdp_recipes.saving.directory import STATE_KEY, OutputDirectory, set_aside_later
 from hf_fsdp_recipes.saving.recorder import is_sharded
-from hf_fsdp_recipes.saving.run import STATE_KEY, Run
+from hf_fsdp_recipes.saving.run import Run
 from hf_fsdp_recipes.upstream import patches
 from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR
 
@@ -87,9 +88,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         self.signals = signals
         self._exports: list[Path] = []  # where the model is exported, and the merged one
         if export_dir is not None:
-            self._exports.append(Path(export_dir))
-            if merge_adapter:
-                self._exports.append(Path(f"{Path(export_dir)}_merged"))
+            path = Path(export_dir).expanduser().absolute()
+            self._exports = [path, path.with_name(f"{path.name}_merged")][: 1 + merge_adapter]
         self._export_dtype = parse_dtype(export_dtype)
         self.exported: list[Path] = []
         self.has_begun = False
@@ -108,8 +108,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         """
         if not self._is_training:
             raise CheckpointError(
-                "this trainer does not use Trainer's training loop, so ShardedCheckpointCallback "
-                "cannot save its checkpoints. Remove the callback."
+                "this ShardedCheckpointCallback is not the trainer's first one, or the trainer has "
+                "a training loop of its own. Remove it."
             )
         self.has_begun = True
 
@@ -179,9 +179,12 @@ class ShardedCheckpointCallback(TrainerCallback):
                 distributed.print_main(f"{export_dir} holds this model already")
                 self.exported.append(export_dir)
                 continue
+            unpublished = export_dir.with_name(f".{export_dir.name}-{run.run_id}")
+            # A kill may have left one.
+            distributed.run_on_main(partial(rmtree, unpublished, ignore_errors=True))
             written = export_model(
                 model,
-                export_dir.with_name(f".{export_dir.name}-{run.run_id}"),
+                unpublished,
                 dtype=self._export_dtype,
                 tokenizer=run.trainer.processing_class,
                 merge_adapter=bool(merge_adapter),
@@ -193,14 +196,14 @@ class ShardedCheckpointCallback(TrainerCallback):
 
 def _save_model(
     trainer: Any,  # a Trainer
-    by_trainer: Callable[[str | None, bool], None],
-    output_dir: str | None = None,
-    _internal_call: bool = False,
+    by_trainer: Callable[..., None],
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Let `Trainer.save_model` write the full model, not nothing, if the state is sharded."""
     with ExitStack() as replaced:
-        if is_sharded(trainer) and not _internal_call:
+        if is_sharded(trainer) and True not in (*args[1:], kwargs.get("_internal_call")):
             plugin = trainer.accelerator.state.fsdp_plugin
             full = type(plugin.state_dict_type).FULL_STATE_DICT
             replaced.enter_context(mock.patch.object(plugin, "state_dict_type", full))
-        by_trainer(output_dir, _internal_call)
+        by_trainer(*args, **kwargs)

@@ -25,14 +25,17 @@ from shutil import rmtree
 from typing import Any, TextIO
 
 import xxhash
+from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_recipes.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+STATE_KEY = "ShardedCheckpoints"  # key of the run's id in `TrainerState.stateful_callbacks`
 WORKSPACE = "_saving"
 LOCK = "lock"
+PATIENCE_SECONDS = 8.0  # how long a run waits for the processes of a killed one
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
@@ -96,8 +99,8 @@ class OutputDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.workspace = path / WORKSPACE
+        self.path = path.absolute()  # training may change the working directory
+        self.workspace = self.path / WORKSPACE
         self._lock: TextIO | None = None
 
     def open(self, run: str, resumed: str | None, step: int) -> None:
@@ -130,6 +133,12 @@ class OutputDirectory:
                 "output_dir."
             )
         self._clean()
+        if resumed is not None and not Path(resumed).exists():
+            self.close()
+            raise CheckpointError(
+                f"{resumed} was unfinished, and is deleted. Start again: resume with "
+                "latest_checkpoint(output_dir)."
+            )
         for path in found:
             if step_of(path) > step:
                 set_aside_later(path, step)
@@ -145,17 +154,16 @@ class OutputDirectory:
         """Return the empty directory in which the checkpoint of a step is to be written.
 
         If this step is already saved, that checkpoint is renamed to `checkpoint-0<step>` until it
-        is replaced. This is still a checkpoint's name, so a kill loses nothing. If a callback has
-        written files to `checkpoint-<step>` before the save, the new directory holds them.
+        is replaced. This is still a checkpoint's name, so a kill loses nothing.
         """
         final = self.path / f"checkpoint-{step}"
         written = self.workspace / final.name
         rmtree(written, ignore_errors=True)
-        if (final / MANIFEST).exists():
+        if (final / TRAINER_STATE_NAME).exists():
+            if _replaced(final).exists():  # a kill has left both
+                self._delete(_replaced(final))
             final.rename(_replaced(final))
-        elif final.exists():
-            final.rename(written)
-        written.mkdir(exist_ok=True)
+        written.mkdir(parents=True)
         return written
 
     def expose(self, written: Path) -> None:
@@ -163,6 +171,7 @@ class OutputDirectory:
 
         So other callbacks can read its files, and add files.
         """
+        self._take_over(written)
         (self.path / written.name).symlink_to(Path(WORKSPACE, written.name))
 
     def hide(self, written: Path) -> None:
@@ -170,8 +179,16 @@ class OutputDirectory:
         if _is_exposed(self.path / written.name):
             (self.path / written.name).unlink()
 
-    def keep_additions(self, written: Path) -> None:
-        """Copy what other callbacks had added to an earlier checkpoint of the same step."""
+    def _take_over(self, written: Path) -> None:
+        """Move files that other code has written to `checkpoint-<step>` itself."""
+        final = self.path / written.name
+        if final.is_dir():
+            shutil.copytree(final, written, dirs_exist_ok=True)
+            rmtree(final)
+
+    def add_others_files(self, written: Path) -> None:
+        """Add what other code has written to `checkpoint-<step>`, now or in an earlier save."""
+        self._take_over(written)
         replaced = _replaced(self.path / written.name)
         for name in (read_manifest(replaced) or {"files": {}})["files"]:
             if not (written / name).exists():
@@ -238,7 +255,7 @@ class OutputDirectory:
         """Delete what is unfinished."""
         for path in self.path.glob("checkpoint-*"):
             self.hide(path)
-        for path in self.workspace.iterdir():
+        for path in self.workspace.glob("*"):
             if path.name != LOCK:
                 rmtree(path, ignore_errors=True)
 
@@ -270,19 +287,23 @@ def sync(path: Path) -> None:
 def lock(file: Path) -> TextIO | None:
     """Lock a file and return it open, or None if another process holds the lock.
 
-    The lock lasts until the file is closed or this process ends. Processes that this one has
-    forked, such as workers of a data loader, do not hold it. A file system without locks causes
-    only a warning.
+    The lock lasts until the file is closed, and no process that this one has forked has it open.
+    Workers of a data loader end a few seconds after a killed run, so this waits for them. A file
+    system without locks causes only a warning.
     """
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # its last owner has just deleted it
             stream = file.open("a")
             try:
-                fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):  # POSIX allows both
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 stream.close()
-                return None
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(0.1)
+                continue
             except OSError as error:
                 logger.warning(
                     "%s cannot be locked: %s. Start only one run in this directory at a time.",

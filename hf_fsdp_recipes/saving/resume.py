@@ -19,6 +19,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import CheckpointError, describe
 from hf_fsdp_recipes.saving.directory import (
     MANIFEST,
+    STATE_KEY,
     list_checkpoints,
     read_manifest,
     step_of,
@@ -117,8 +118,15 @@ def find_damage(
     if manifest is None:
         has_weights = any(checkpoint.glob("*.safetensors"))
         has_shards = any(checkpoint.rglob("*.distcp"))
-        if has_weights and not has_shards and (checkpoint / "trainer_state.json").is_file():
-            return None  # Trainer wrote this checkpoint without FSDP
+        file = checkpoint / TRAINER_STATE_NAME
+        is_of_trainer = file.is_file() and STATE_KEY not in file.read_text()
+        if (
+            is_of_trainer
+            and has_weights
+            and not has_shards
+            and not (checkpoint / MANIFEST).exists()
+        ):
+            return None  # Trainer wrote this checkpoint without FSDP and without our callback
         return (
             "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it. "
             f"If its files are all there: {way_back}"

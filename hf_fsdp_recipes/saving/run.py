@@ -16,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import CheckpointError, WeightsError, describe
 from hf_fsdp_recipes.export.directory import write_description
-from hf_fsdp_recipes.saving.directory import OutputDirectory
+from hf_fsdp_recipes.saving.directory import STATE_KEY, OutputDirectory
 from hf_fsdp_recipes.saving.recorder import redirected
 from hf_fsdp_recipes.saving.saver import Save, Saver, check_finite
 from hf_fsdp_recipes.saving.signals import StepFlags
@@ -31,7 +31,6 @@ from hf_fsdp_recipes.upstream.transformers_internals import (
 logger = logging.getLogger(__name__)
 
 EXIT_PREEMPTED = 85  # exit status of each rank when a signal stops the run and the save is complete
-STATE_KEY = "ShardedCheckpoints"  # key of the run's id in `TrainerState.stateful_callbacks`
 MAX_FAILURES = 2  # failed saves in a row after which training stops
 
 
@@ -99,6 +98,7 @@ class Run(TrainerCallback):
         """Install the signal handlers. If the run is complete, let Trainer skip its epochs."""
         states: Any = state.stateful_callbacks  # annotated as a list, but a dict
         states[STATE_KEY] = {"run": self.run_id}
+        self._locate_best()
         self._kept_best = _best(state)
         if self.trainer.is_fsdp_enabled:
             train_like_one_process(self.trainer.model)
@@ -160,6 +160,10 @@ class Run(TrainerCallback):
             trainer.callback_handler.on_save(*events)
         trainer.callback_handler.on_train_end(*events)
 
+    def on_evaluate(self, *_: object, **__: object) -> None:
+        """Finish the save in flight: if it failed, its metric must not be the best so far."""
+        self._settle()
+
     def on_epoch_end(
         self,
         args: TrainingArguments,
@@ -183,11 +187,7 @@ class Run(TrainerCallback):
             return
         self._settle()
         self._stop_if_hopeless()
-        # As Trainer does, once this save is complete.
-        best_path = self._path_of(state.best_global_step)
-        is_new = state.best_global_step == state.global_step
-        if distributed.from_main(is_new or best_path.is_dir()):
-            state.best_model_checkpoint = str(best_path)
+        self._locate_best()
         save = Save(
             step=state.global_step,
             written=self._directory.workspace / f"checkpoint-{state.global_step}",
@@ -205,6 +205,9 @@ class Run(TrainerCallback):
             distributed.run_on_main(lambda: self._directory.begin(save.step))
             with distributed.agreed():
                 self._write_small_files(save, partial(by_trainer, model, trial))
+            if not distributed.run_on_main((save.written / TRAINER_STATE_NAME).is_file):
+                self._save = None  # a trainer of another class has saved nothing, or elsewhere
+                return
             self._saver.start(save, self._is_asynchronous)
             distributed.run_on_main(lambda: self._directory.expose(save.written))
         except Exception as error:
@@ -212,6 +215,17 @@ class Run(TrainerCallback):
         # To the end: another callback may have been added.
         trainer.callback_handler.callbacks.remove(self)
         trainer.callback_handler.callbacks.append(self)
+
+    def _locate_best(self) -> None:
+        """Let Trainer's state name the best checkpoint, once the save that begins is complete.
+
+        So the directory of a run may be moved.
+        """
+        state = self.trainer.state
+        path = self._path_of(state.best_global_step)
+        is_new = state.best_global_step == state.global_step
+        if distributed.from_main(is_new or path.is_dir()):
+            state.best_model_checkpoint = str(path)
 
     def _write_small_files(self, save: Save, by_trainer: Callable[[], None]) -> None:
         """Let Trainer write its files, and record the sharded state."""
@@ -228,33 +242,19 @@ class Run(TrainerCallback):
         if not save.state:
             weights = trainer.model.named_parameters()
             check_finite(item for item in weights if item[1].requires_grad)
-        if trainer.args.should_save:
-            file = save.written / TRAINER_STATE_NAME
-            if not file.is_file():
-                raise CheckpointError(
-                    f"{type(trainer).__name__} has saved nothing in {file.parent}"
-                )
+        file = save.written / TRAINER_STATE_NAME
+        if trainer.args.should_save and file.is_file():
             state.save_to_json(str(file))
             if save.state:
                 model = extract_model_from_parallel(trainer.model, keep_torch_compile=False)
                 write_description(save.written, model, trainer.processing_class)
 
     def on_save(self, *_: object, **__: object) -> None:
-        """Let the save be completed: all other callbacks have added their files.
-
-        Raises:
-            CheckpointError: Trainer has saved without calling `_save_checkpoint`.
-        """
+        """Let the save be completed: all other callbacks have added their files."""
         trainer = self.trainer
-        if trainer.args.save_on_each_node:
-            return
         save = self._save
-        if save is None or save.step != trainer.state.global_step:
-            raise CheckpointError(
-                "Trainer has saved a checkpoint without _save_checkpoint, so neither in the "
-                "background nor verified. Install a tested version of transformers, or remove "
-                "ShardedCheckpointCallback."
-            )
+        if save is None:
+            return
         distributed.gather(None)  # then the callbacks of all ranks are done
         distributed.run_on_main(lambda: self._directory.hide(save.written))
         self._saver.complete(save)

@@ -167,7 +167,7 @@ class Saver:
         files: dict[str, dict] = {}
         for of_rank in files_of_ranks:
             files |= of_rank
-        self._directory.keep_additions(save.written)
+        self._directory.add_others_files(save.written)
         for path in save.written.rglob("*"):
             name = str(path.relative_to(save.written))
             if path.is_file() and name not in files and name != MANIFEST:

@@ -1,6 +1,7 @@
 """Tells all ranks, once per step, whether any rank got a signal and whether a save has failed."""
 
 import ctypes
+import os
 import signal
 import threading
 from typing import Any
@@ -27,16 +28,22 @@ class StepFlags:
     """
 
     def __init__(self, listen: bool) -> None:
+        self._process = os.getpid()
         self._signal = 0
         self._flags = torch.zeros(2, dtype=torch.int32)
         self._work: dist.Work | None = None
         self._previous: dict[signal.Signals, Any] = {}
         if listen and threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                self._previous[number] = signal.signal(number, self._record)
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+                if signal.getsignal(number) is not None:  # else Python could not restore it
+                    self._previous[number] = signal.signal(number, self._record)
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # other parents may end, such as a shell
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def _record(self, number: int, frame: object) -> None:
+        if os.getpid() != self._process:  # a fork has the handler, too
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         self._signal = number
 
     def start(self, has_failed: bool) -> None:
@@ -60,11 +67,15 @@ class StepFlags:
             self._work.wait()
             self._work = None
         number, any_failed = self._flags.tolist()
+        if number:
+            self._signal = 0  # it is told
         return number, bool(any_failed)
 
     def close(self) -> None:
-        """Restore the previous signal handlers."""
+        """Restore the previous signal handlers. They get a signal that came too late to be told."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._previous:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+        if self._signal:
+            signal.raise_signal(self._signal)

@@ -163,8 +163,9 @@ def _run_training_loop(original: Callable, self: Any, *args: Any, **kwargs: Any)
         # `train_with` of our callback is public only for this call.
         if hasattr(callback, "train_with"):
             loop = functools.partial(original, self, *args, **kwargs)
-            checkpoint = kwargs.get("resume_from_checkpoint")
-            return callback.train_with(self, loop, checkpoint, kwargs.get("trial"))
+            given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+            checkpoint = given.get("resume_from_checkpoint")
+            return callback.train_with(self, loop, checkpoint, given.get("trial"))
     return original(self, *args, **kwargs)
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from hf_fsdp_recipes import ShardedCheckpointCallback
-from hf_fsdp_recipes.errors import CheckpointError, PatchError
-from hf_fsdp_recipes.saving.run import Run
+from hf_fsdp_recipes.errors import PatchError
 from hf_fsdp_recipes.upstream import patches
 from hf_fsdp_recipes.upstream.versions import TESTED
 
@@ -70,14 +69,6 @@ def test_a_moved_target_is_one_error_that_says_what_still_works(monkeypatch, pat
     assert version(package) in said
     assert f"{TESTED[package]} is tested" in said
     assert patch.remains in said
-
-
-def test_a_save_by_other_means_than_the_replaced_method_is_an_error():
-    args = SimpleNamespace(save_on_each_node=False, push_to_hub=False)
-    state = SimpleNamespace(global_step=4)
-    run = Run(ShardedCheckpointCallback(), SimpleNamespace(args=args, state=state), None, "id")
-    with pytest.raises(CheckpointError, match="without _save_checkpoint"):
-        run.on_save()
 
 
 MODEL = torch.nn.Linear(2, 2)

@@ -198,7 +198,7 @@ def test_a_generation_config_that_cannot_be_saved_is_written_as_the_model_came_w
 def _have_no_locks(trainer):
     import fcntl
 
-    fcntl.lockf = lambda *arguments: _fail()
+    fcntl.flock = lambda *arguments: _fail()
 
 
 def test_a_file_system_without_locks_is_a_warning(run, tmp_path):

@@ -26,10 +26,13 @@ def _save(run, step, published):
     written = run.begin(step)
     (written / "part").mkdir()
     (written / "part" / "data").write_bytes(os.urandom(10))
+    (written / "trainer_state.json").write_text("{}")
     run.expose(written)
     (run.path / written.name / "extra").write_text("of another callback")
     run.hide(written)
-    files = {name: read_facts(written / name) for name in ("part/data", "extra")}
+    files = {
+        name: read_facts(written / name) for name in ("part/data", "extra", "trainer_state.json")
+    }
     run.publish(written, {"step": step}, files)
     published[0] = step
     run.prune(1, None)

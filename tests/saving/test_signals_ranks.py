@@ -88,6 +88,7 @@ def _launch_two_ranks(environment, output):
         "MASTER_ADDR": "127.0.0.1",
     }
     os.environ["MASTER_PORT"] = str(free_port())
+    os.environ["TORCHELASTIC_RUN_ID"] = "as of torchrun"
     for number in range(2):
         if os.fork() == 0:
             os.setsid()
