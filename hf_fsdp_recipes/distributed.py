@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """
     if not is_distributed():
         return [value]
-    values = [value] * dist.get_world_size()
+    values = [value] * world_size()
     dist.all_gather_object(values, value, group=group or host_group())
     return values
 
@@ -144,11 +144,11 @@ def raise_agreed(own: Exception | None, group: dist.ProcessGroup | None = None) 
 
 def run_on_main(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call `work()` on rank 0. Return its result, or raise its error, on every rank. Collective."""
-    result: T | None = None
+    result: Any = None  # rank 0 sets it
     with agreed(group):
         if is_main():
             result = work()
-    return cast(T, from_main(result, group))  # rank 0 has set it
+    return from_main(result, group)
 
 
 def print_main(message: str) -> None:

@@ -6,7 +6,7 @@ Every rank gets its rows (dim 0) of the packed bytes and a copy of all scales.
 import logging
 import os
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,7 +110,7 @@ class Layer:
     module: "Linear4bit"
     dtype: torch.dtype  # of the weight before it is quantized
     options: dict[str, Any]  # arguments of bitsandbytes' `quantize_4bit`
-    _scales: dict[str, Tensor] = field(default_factory=dict)  # filled only on rank 0
+    _scales: Any = None  # on rank 0, from `quantize` to `broadcast_scales`: {name: tensor}
 
     def quantize(self, weight: Tensor) -> Tensor:
         """Return the packed weight, and keep its scales for `broadcast_scales`."""
@@ -132,7 +132,7 @@ class Layer:
         from bitsandbytes.functional import QuantState
 
         scales = distributed.from_main(self._scales)
-        self._scales = {}
+        self._scales = None
         self.module.quant_state = QuantState.from_dict(scales, device=device)
 
 

@@ -4,7 +4,6 @@ Reads the weights with transformers' own conversions.
 """
 
 import logging
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -77,8 +76,8 @@ class Checkpoint:
     def __init__(self, directory: Path, quantizer: HfQuantizer | None = None) -> None:
         self.directory = directory
         self.quantizer = quantizer
-        self._transforms: list[WeightTransform] = []  # of the model that was matched last
-        self._converters: dict[str | None, WeightConverter] = {}  # the same, by their patterns
+        # Those of the model that was matched last, by their patterns.
+        self._converters: dict[str | None, WeightConverter] = {}
         self._new: Weights = {}  # values of a new head's weights, on rank 0 only
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Checkpoint":
@@ -104,11 +103,8 @@ class Checkpoint:
 
     def first_dtype(self) -> torch.dtype:
         """Return the dtype of the first floating-point tensor, or float32 if there is none."""
-        for key in self.file_of:
-            dtype = DTYPES.get(self.slice_of(key).get_dtype())
-            if dtype is not None:
-                return dtype
-        return torch.float32
+        dtypes = (DTYPES.get(self.slice_of(key).get_dtype()) for key in self.file_of)
+        return next(filter(None, dtypes), torch.float32)
 
     def slice_of(self, key: str) -> Any:
         """Return a lazy tensor: its data is read from the file only when it is indexed."""
@@ -134,7 +130,12 @@ class Checkpoint:
             body = f"{model.base_model_prefix}."
             new = [name for name in missing if not name.startswith(body)]
         problems = [f"{name} is missing" for name in missing if name not in new]
-        problems += self._find_wrong_shapes(entries, weights)
+        for entry in entries:
+            if entry.kind == "stored":
+                stored = list(self.slice_of(entry.key).get_shape())
+                expected = list(weights[entry.name].shape)
+                if stored != expected:
+                    problems.append(f"{entry.key} is {stored}, not {expected}")
         if problems:
             raise LoadError(
                 f"{self.directory} does not fit {type(model).__name__}: {some(problems)}."
@@ -208,26 +209,12 @@ class Checkpoint:
             held = [entry_of[name] for name in pair if name in entry_of]
             if held:
                 present.update(pair)
-            if len(held) == 2:
-                first, last = (self.read_rows(entry, ...) for entry in held)
-                if not torch.equal(first, last):
-                    raise LoadError(
-                        f"{' and '.join(pair)} are tied, but differ in the checkpoint. "
-                        f"Set tie_word_embeddings=False."
-                    )
+            if len(held) == 2 and not torch.equal(*(self.read_rows(entry, ...) for entry in held)):
+                raise LoadError(
+                    f"{' and '.join(pair)} are tied, but differ in the checkpoint. "
+                    f"Set tie_word_embeddings=False."
+                )
         return present
-
-    def _find_wrong_shapes(
-        self,
-        entries: list[Entry],
-        weights: Weights,
-    ) -> Iterator[str]:
-        for entry in entries:
-            if entry.kind == "stored":
-                stored = list(self.slice_of(entry.key).get_shape())
-                expected = list(weights[entry.name].shape)
-                if stored != expected:
-                    yield f"{entry.key} is {stored}, not {expected}"
 
     def read(self, entry: Entry, model: PreTrainedModel) -> Weights:
         """Return an entry's weights as {name: tensor}.
@@ -238,9 +225,6 @@ class Checkpoint:
             return {entry.name: self._new[entry.name]}
         if entry.kind == "stored":
             return {entry.name: self.read_rows(entry, ...)}
-        return self._convert(entry, model)
-
-    def _convert(self, entry: Entry, model: PreTrainedModel) -> Weights:
         converter = deepcopy(self._converters[entry.tensors[entry.key]])
         for key, pattern in entry.tensors.items():
             read = partial(self.slice_of(key).__getitem__, ...)

@@ -110,7 +110,7 @@ def prepare_model(
     kwargs: Arguments,
 ) -> PreTrainedModel:
     """Return a model of placeholders, with a loader of its weights. Collective."""
-    requested_dtype = kwargs.pop("dtype", "auto")
+    dtype = kwargs.pop("dtype", "auto")
     quantization_config = kwargs.pop("quantization_config", None)
     if kwargs.get("trust_remote_code"):
         # The classes in a model's own code cannot be sent.
@@ -119,9 +119,11 @@ def prepare_model(
     else:
         found = distributed.run_on_main(lambda: describe_model(name_or_path, kwargs))
     checkpoint = Checkpoint(found.directory, take_quantizer(found.config))
-    dtype = distributed.run_on_main(
-        lambda: resolve_dtype(requested_dtype, found.config, checkpoint)
-    )
+    if dtype in (None, "auto"):
+        dtype = getattr(found.config, "dtype", None)
+        dtype = dtype or distributed.run_on_main(checkpoint.first_dtype)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
     model = build_on_meta(found.config, dtype, auto_class, found.building_arguments)
     if found.generation_config is not None:
         model.generation_config = found.generation_config
@@ -204,17 +206,6 @@ def take_quantizer(config: PreTrainedConfig) -> HfQuantizer | None:
     return AutoHfQuantizer.from_config(dequantizing, pre_quantized=True)
 
 
-def resolve_dtype(
-    dtype: Any,
-    config: PreTrainedConfig,
-    checkpoint: Checkpoint,
-) -> torch.dtype:
-    """Return the dtype that `from_pretrained` would choose for the model."""
-    if dtype in (None, "auto"):
-        return getattr(config, "dtype", None) or checkpoint.first_dtype()
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-
-
 def find_class(config: PreTrainedConfig) -> Any:
     """Return the model class that a config names, as TRL does, or else AutoModelForCausalLM."""
     name = (config.architectures or [""])[0]
@@ -239,11 +230,10 @@ def build_on_meta(
     ):
         model = build(config, dtype=dtype, **kwargs)
     model.tie_weights()  # init_empty_weights unties the weights
-    stored = model.state_dict().keys()
     # Some model classes keep some weights in float32.
     for pattern, kept_dtype in plan_dtypes(model, dtype).items():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name in stored and re.search(pattern.replace("*", ".*"), name):
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if re.search(pattern.replace("*", ".*"), name):
                 tensor.data = tensor.data.to(kept_dtype)
     keep_present_units(model)
     return model.eval()

@@ -4,7 +4,7 @@ Until then, using the model raises an error.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 from unittest import mock
 
@@ -13,11 +13,10 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import Module, Parameter
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.bnb_4bit import Layers, check_storage, find_layers
+from hf_fsdp_recipes.loading.bnb_4bit import check_storage, find_layers
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
 from hf_fsdp_recipes.loading.fill import (
     Reader,
@@ -48,8 +47,6 @@ class Loader:
     entries: Sequence[Entry]
     dtype: torch.dtype  # of 4-bit weights before they are quantized
     is_direct: bool  # whether every rank reads its own rows
-    layers: Layers = field(init=False)  # filled by `shard`
-    guard: RemovableHandle = field(init=False)  # the hook that refuses to run the model
 
     def attach(self) -> None:
         """Become an attribute of the model. Running or saving the model then raises an error."""
@@ -67,7 +64,7 @@ class Loader:
         self,
         accelerator: Accelerator,
         model: Module,
-        shard: Callable[[Accelerator, Module], Module],
+        shard: Callable,
     ) -> Module:
         """Shard the model and fill the shards. `shard` is Accelerate's own function. Collective."""
         plugin = accelerator.state.fsdp_plugin
@@ -75,12 +72,12 @@ class Loader:
         if device.type == "cpu":
             # torch takes Accelerate's cpu:0 for another device, so each `to` would copy
             device = torch.device("cpu")
-        self.layers = find_layers(self.model, self.dtype)
-        check_storage(self.layers, plugin.mixed_precision_policy)
+        layers = find_layers(self.model, self.dtype)
+        check_storage(layers, plugin.mixed_precision_policy)
         broadcast_adapters(model, device)
         untie_frozen(model)
         move_to_meta(model)
-        if accelerator.mixed_precision != "no" and not self.layers:
+        if accelerator.mixed_precision != "no" and not layers:
             # Accelerate's own conversion has no effect in version 1.13.
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -88,38 +85,25 @@ class Loader:
         with mock.patch.object(plugin, "cpu_ram_efficient_loading", False):
             model = shard(accelerator, model)
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        home = torch.device("cpu") if is_offloaded else device
-        self._fill(model, home, device)
-        self.detach()
-        train_like_one_process(model)
-        return model
-
-    def _fill(
-        self,
-        model: Module,
-        home: torch.device,
-        device: torch.device,
-    ) -> None:
-        """Allocate a model's shards on the device `home` and fill them. Collective.
-
-        The model computes on `device`.
-        """
-        targets = allocate(model, home)
+        targets = allocate(model, torch.device("cpu") if is_offloaded else device)
         for tied, saved in find_tied(self.model).items():
             join_frozen(targets, tied, saved)
         self._check(targets)
         read_directly = []
         sent_by_rank0 = []
         for entry in self.entries:
-            can_slice = entry.kind == "stored" and entry.name not in self.layers
+            can_slice = entry.kind == "stored" and entry.name not in layers
             if self.is_direct and can_slice:
                 read_directly.append(entry)
             else:
                 sent_by_rank0.append(entry)
         fill_directly(self.checkpoint, read_directly, targets)
-        reader = Reader(self.model, self.checkpoint, self.layers, targets, device)
+        reader = Reader(self.model, self.checkpoint, layers, targets, device)
         fill_from_rank0(reader, sent_by_rank0)
         copy_to_replicas(targets)
+        self.detach()
+        train_like_one_process(model)
+        return model
 
     def _check(self, targets: Tensors) -> None:
         """Raise a LoadError if weights were separated from those they were tied to."""

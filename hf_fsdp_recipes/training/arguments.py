@@ -3,7 +3,6 @@
 They come from a YAML file and the command line.
 """
 
-import argparse
 import os
 import re
 from collections.abc import Sequence
@@ -99,20 +98,17 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
             close = " or ".join(get_close_matches(name, actions, 2))
             ending = f"; did you mean {close}?" if close else "."
             raise RecipeError(f"{name} is not an argument{ending}")
-    # argparse checks the values of options. TRL would take those of a recipe as they are.
-    options = [
-        f"--{name}={value}"
-        for name, value in recipe.items()
-        if name in actions and _is_checked(value, actions[name])
-    ]
+    # argparse checks texts, numbers and choices if they are options. TRL would take those of a
+    # recipe as they are.
+    options = []
+    for name, value in recipe.items():
+        action = actions.get(name)
+        if not action or value is None:
+            continue
+        if isinstance(value, str) or action.choices or action.type in (int, float):
+            options.append(f"--{name}={value}")
     with explained(RecipeError, "an argument is refused"):  # by the classes' own checks
         return Arguments(*parser.parse_args_and_config([*options, *words]))
-
-
-def _is_checked(value: object, action: argparse.Action) -> bool:
-    """Return whether argparse can check a field of a recipe."""
-    is_plain = bool(action.choices) or action.type in (int, float)
-    return isinstance(value, str) or (is_plain and value is not None)
 
 
 def _build_parser() -> "TrlParser":
@@ -134,7 +130,7 @@ def _build_parser() -> "TrlParser":
         allow_abbrev=False,
     )
     # Set by the launcher. TRL would take bf16.
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
     parser.set_defaults(
         bf16=precision == "bf16",
         fp16=precision == "fp16",

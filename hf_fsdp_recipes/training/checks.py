@@ -38,9 +38,8 @@ def check_arguments(arguments: Arguments) -> None:
     """
     training = arguments.training
     mistakes = [
-        *_check_sources(arguments),
+        *_check_model_and_rows(arguments),
         *_check_training(training),
-        *_check_adapter(arguments),
         *_check_launch(training),
     ]
     if mistakes:
@@ -54,10 +53,11 @@ def check_arguments(arguments: Arguments) -> None:
         )
 
 
-def _check_sources(arguments: Arguments) -> Iterator[str]:
+def _check_model_and_rows(arguments: Arguments) -> Iterator[str]:
+    model = arguments.model
     recipe = arguments.recipe
     percentage = recipe.validation_split_percentage
-    if bool(arguments.model.model_name_or_path) == bool(recipe.config_name):
+    if bool(model.model_name_or_path) == bool(recipe.config_name):
         yield (
             "Set either model_name_or_path, a pretrained model, or config_name, the config of a "
             "new one."
@@ -70,6 +70,14 @@ def _check_sources(arguments: Arguments) -> Iterator[str]:
         yield f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."
     if percentage > 0 and arguments.is_streamed:
         yield "A stream cannot be split. Remove validation_split_percentage."
+    if model.use_peft:
+        return
+    fields = type(model).__dataclass_fields__
+    changed = [name for name in LORA_FIELDS if getattr(model, name) != fields[name].default]
+    if changed:
+        yield f"{', '.join(changed)} without use_peft: true would train all weights."
+    if recipe.merge_adapter:
+        yield "merge_adapter needs use_peft: true."
 
 
 def _check_training(training: "SFTConfig") -> Iterator[str]:
@@ -90,18 +98,6 @@ def _check_training(training: "SFTConfig") -> Iterator[str]:
             f"num_train_epochs is {training.num_train_epochs}, which trains nothing. "
             "Set it above 0."
         )
-
-
-def _check_adapter(arguments: Arguments) -> Iterator[str]:
-    model = arguments.model
-    if model.use_peft:
-        return
-    fields = type(model).__dataclass_fields__
-    changed = [name for name in LORA_FIELDS if getattr(model, name) != fields[name].default]
-    if changed:
-        yield f"{', '.join(changed)} without use_peft: true would train all weights."
-    if arguments.recipe.merge_adapter:
-        yield "merge_adapter needs use_peft: true."
 
 
 def _check_launch(training: "SFTConfig") -> Iterator[str]:
@@ -137,8 +133,7 @@ def check_targets(arguments: Arguments) -> None:
     This is so if output_dir cannot be written, or if the Hub would refuse the upload.
     """
     training = arguments.training
-    assert training.output_dir is not None
-    output = Path(training.output_dir)
+    output = Path(str(training.output_dir))
 
     def check() -> None:
         with explained(RecipeError, f"output_dir: {output} cannot be written (name another)"):

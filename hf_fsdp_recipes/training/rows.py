@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict,
 from hf_fsdp_recipes.errors import RecipeError, describe
 from hf_fsdp_recipes.training.arguments import Arguments
 
-Row: TypeAlias = dict[str, Any]
+Row = dict[str, Any]
 Rows: TypeAlias = Dataset | IterableDataset
 
 # {ending of a file: the builder of the datasets library}
@@ -63,8 +63,7 @@ def read_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
     try:
         splits = _load(arguments)
     except Exception as error:  # the datasets library raises errors of many classes
-        cause = error.__cause__ or error
-        raise RecipeError(f"{name} cannot be read: {describe(cause)}") from error
+        raise RecipeError(f"{name} cannot be read: {describe(error.__cause__ or error)}") from error
     if split not in splits:
         raise RecipeError(f"dataset_train_split: {split} is none of {', '.join(splits)}.")
     train = splits[split]
@@ -76,8 +75,7 @@ def read_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
         )
     if evaluation is None and percentage:
         parts = train.train_test_split(percentage / 100, seed=training.seed)
-        train = parts["train"]
-        evaluation = parts["test"]
+        train, evaluation = parts.values()
 
     def prepare(rows: Rows) -> Rows:
         _check_texts(rows, name, training.dataset_text_field)
@@ -124,21 +122,21 @@ def find_gaps(values: pa.ChunkedArray) -> list[int]:
 def _load(arguments: Arguments) -> DatasetDict | IterableDatasetDict:
     from trl import get_dataset
 
-    arguments.mixture.streaming = arguments.is_streamed
+    streaming = arguments.is_streamed
+    arguments.mixture.streaming = streaming
     if arguments.mixture.datasets:
         return get_dataset(arguments.mixture)
     script = arguments.script
     name = str(script.dataset_name)
     path = Path(name)
-    options: dict[str, Any] = {"streaming": arguments.is_streamed}
     if path.suffix in BUILDERS and not path.is_dir():
         files = {script.dataset_train_split: name}
-        return load_dataset(BUILDERS[path.suffix], data_files=files, **options)
+        return load_dataset(BUILDERS[path.suffix], data_files=files, streaming=streaming)
     if path.is_file():
         raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
     if path.is_dir() or name.startswith((".", "/", "~")):
-        return load_dataset(str(path.absolute()), **options)
-    return load_dataset(name, script.dataset_config, **options)
+        return load_dataset(str(path.absolute()), streaming=streaming)
+    return load_dataset(name, script.dataset_config, streaming=streaming)
 
 
 def columns_of(rows: Rows) -> list[str]:

@@ -8,7 +8,6 @@ Source: bitsandbytes 0.50 `optim/optimizer.py`. Its methods get one parameter `p
 of `p` in `self.state[p]`.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,9 +71,9 @@ class _LocalStep:
     """
 
     # The optimizer defines these three attributes.
-    state: dict[torch.Tensor, dict[str, Any]]
+    state: Any
     is_paged: bool
-    get_state_buffer: Callable[..., torch.Tensor]
+    get_state_buffer: Any
 
     def init_state(self, group: object, p: torch.Tensor, *indices: int) -> None:
         shard = local_part(p)

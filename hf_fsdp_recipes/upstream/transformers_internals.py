@@ -51,8 +51,12 @@ def check_trainer() -> None:
     from transformers import Trainer
 
     for name in REPLACED:
-        remains = "load_model and export_model work without it"
-        check(hasattr(Trainer, name), "transformers", f"Trainer.{name}", remains)
+        check(
+            hasattr(Trainer, name),
+            "transformers",
+            f"Trainer.{name}",
+            "load_model and export_model work without it",
+        )
 
 
 def get_builder(model_class: type[PreTrainedModel]) -> Callable[..., PreTrainedModel]:

@@ -60,7 +60,10 @@ def plan(
         from hf_fsdp_recipes.tools.plan.step import measure_step
     parts = measure_step(read_config(job), job)
     if not job.on_cpu:
-        parts["context, NCCL, fragmentation (assumed)"] = assumed_bytes(job, parts)
+        temporary = sum(parts.values()) - parts["parameters"] - parts["optimizer state"]
+        nccl = NCCL_BYTES if job.num_ranks > 1 else 0
+        assumed = CONTEXT_BYTES + FRAGMENTATION * temporary + nccl
+        parts["context, NCCL, fragmentation (assumed)"] = assumed
     print_parts(job, parts)
     if sum(parts.values()) > limit_gigabytes * 1e9:
         print(
@@ -70,15 +73,6 @@ def plan(
         )
         raise Exit(1)
     print(f"fits in {limit_gigabytes:g} GB")
-
-
-def assumed_bytes(job: "Job", parts: Mapping[str, float]) -> float:
-    """Return what a rank needs on a GPU besides its tensors."""
-    temporary = sum(parts.values())
-    for resident in ("parameters", "optimizer state"):
-        temporary -= parts.get(resident, 0)
-    nccl = NCCL_BYTES if job.num_ranks > 1 else 0
-    return CONTEXT_BYTES + FRAGMENTATION * temporary + nccl
 
 
 def print_parts(job: "Job", parts: Mapping[str, float]) -> None:

@@ -85,16 +85,21 @@ def replacements(job: Job) -> Iterator[tuple[object, str, object]]:
     # for a large model.
     yield ModTracker, "register_user_hooks", lambda *hooks: None
     yield masking_utils, NEEDS_NO_MASK, ignore_mask
-
-    find_packed = "find_packed_sequence_indices"
-    yield masking_utils, find_packed, lambda positions: positions if has_mask else None
+    yield (
+        masking_utils,
+        "find_packed_sequence_indices",
+        lambda positions: positions if has_mask else None,
+    )
     # The result has the same shape as that of the real function.
     yield moe, MULTIPLY_GROUPS, lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0]
     if job.on_cpu:
         return
     # On GPUs, attention kernels have dropout, and Triton kernels work in place.
-    sdpa = "scaled_dot_product_attention"
     attend = functional.scaled_dot_product_attention
-    yield functional, sdpa, lambda *args, dropout_p=0.0, **options: attend(*args, **options)
+    yield (
+        functional,
+        "scaled_dot_product_attention",
+        lambda *args, dropout_p=0.0, **options: attend(*args, **options),
+    )
     for name in TILES:
         yield chunked_logprob, name, lambda *args, **kwargs: None

@@ -18,7 +18,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from peft import get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from trl import get_peft_config
 
 from hf_fsdp_recipes.errors import ToolError, explained
@@ -95,7 +95,18 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
     """Return the job's model on meta, built like the model of recipes/sft.py and SFTTrainer."""
     chosen = job.arguments.model
     training = job.arguments.training
-    model: Any = _build_base(config, job)
+    take_quantizer(config)
+    auto_class = find_class(config)
+    dtype: Any = getattr(torch, str(chosen.dtype), None) or config.dtype or torch.float32
+    # Unless eager attention is chosen, the model has SDPA, if it can.
+    attention = "eager" if chosen.attn_implementation == "eager" else None
+    model: Any = build_on_meta(config, dtype, auto_class, {"attn_implementation": attention})
+    model.train()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    if chosen.load_in_4bit:
+        model.requires_grad_(False)
+        stored = PRECISIONS.get(job.environment["ACCELERATE_MIXED_PRECISION"], dtype)
+        pack_linears(model, stored, chosen.use_bnb_nested_quant)
     with explained(ToolError, "PEFT cannot add this adapter"):
         peft_config = get_peft_config(chosen)
         if peft_config:
@@ -116,24 +127,6 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
         )
         if peft_config:
             model.enable_input_require_grads()
-    return model
-
-
-def _build_base(config: PreTrainedConfig, job: Job) -> PreTrainedModel:
-    """Return the model without an adapter. If the recipe says so, it is packed into 4 bits."""
-    chosen = job.arguments.model
-    take_quantizer(config)
-    auto_class = find_class(config)
-    dtype: Any = getattr(torch, str(chosen.dtype), None) or config.dtype or torch.float32
-    # Unless eager attention is chosen, the model has SDPA, if it can.
-    attention = "eager" if chosen.attn_implementation == "eager" else None
-    model = build_on_meta(config, dtype, auto_class, {"attn_implementation": attention})
-    model.train()
-    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    if chosen.load_in_4bit:
-        model.requires_grad_(False)
-        stored = PRECISIONS.get(job.environment["ACCELERATE_MIXED_PRECISION"], dtype)
-        pack_linears(model, stored, chosen.use_bnb_nested_quant)
     return model
 
 
