@@ -44,14 +44,13 @@ class MetricsCallback(TrainerCallback):
             averages.
     """
 
-    _start: Entry | None  # the entry of this start, until it is written
     _host_bytes: int
 
     def __init__(self, *, throughput_warmup_steps: int = 3) -> None:
         self._warmup_steps = throughput_warmup_steps
         self._is_running = False
         self._has_warned = False
-        self._peak_flops: float | None = None
+        self._peak_flops = 0.0  # unknown
 
     def on_train_begin(
         self,
@@ -73,7 +72,7 @@ class MetricsCallback(TrainerCallback):
             self._peak_flops = flops.find_peak_flops(start["device"], start["dtype"])
         except Exception as error:  # models from outside transformers may raise anything
             start["no_mfu"] = str(error)
-        self._start = start
+        self._start: Entry | None = start  # until it is written
         assert args.output_dir is not None
         self._file = Path(args.output_dir) / metrics_file.METRICS_FILE
         self._warm_at_step = state.global_step + self._warmup_steps
@@ -101,12 +100,8 @@ class MetricsCallback(TrainerCallback):
         if self._logged_step < state.global_step == self._warm_at_step:
             self._begin_interval(state)
 
-    def on_substep_end(self, *_: object, **kwargs: object) -> None:
-        """End the forward and backward phase of a micro-batch."""
-        self._end_phase("forward_backward")
-
     def on_pre_optimizer_step(self, *_: object, **kwargs: object) -> None:
-        """End the forward and backward phase, which includes clipping.
+        """End the forward and backward phase of all micro-batches, which includes clipping.
 
         Sample the host memory while the gradients exist.
         """
@@ -253,12 +248,20 @@ def _describe_run(
     """Return the entry that is written to metrics.jsonl each time the run starts or resumes."""
     config = getattr(model, "config", None)
     model_name = Path(getattr(config, "name_or_path", "") or type(model).__name__).name
-    precision = AcceleratorState().mixed_precision
-    dtype = PRECISIONS.get(precision, next(model.parameters()).dtype)
+    dtype = PRECISIONS.get(AcceleratorState().mixed_precision, next(model.parameters()).dtype)
     device_module = torch.get_device_module(args.device)
     get_device_name = getattr(device_module, "get_device_name", lambda: args.device.type)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_nodes = distributed.world_size() // per_node
+    length = f"{args.max_steps}steps" if args.max_steps > 0 else f"{args.num_train_epochs:g}"
+    # The format is from AMD's article on FSDP with ROCm:
+    # fsdp_training_DATE_MODEL_NODES_GPUS-PER-NODE_EPOCHS_BATCH.
+    name = (
+        f"fsdp_training_{datetime.now():%Y%m%d-%H%M}_{model_name}_{num_nodes}_{per_node}_{length}_"
+        f"{args.per_device_train_batch_size}"
+    )
     return {
-        "run": args.run_name or _name_run(args, model_name),
+        "run": args.run_name or name,
         "model": model_name,
         "from_step": state.global_step,
         "max_steps": state.max_steps,
@@ -268,17 +271,3 @@ def _describe_run(
         "batch_per_device": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
     }
-
-
-def _name_run(args: TrainingArguments, model_name: str) -> str:
-    """Return fsdp_training_DATE_MODEL_NODES_GPUS-PER-NODE_EPOCHS_BATCH.
-
-    The format is from AMD's article on FSDP with ROCm.
-    """
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    num_nodes = distributed.world_size() // per_node
-    length = f"{args.max_steps}steps" if args.max_steps > 0 else f"{args.num_train_epochs:g}"
-    return (
-        f"fsdp_training_{datetime.now():%Y%m%d-%H%M}_{model_name}_{num_nodes}_{per_node}_{length}_"
-        f"{args.per_device_train_batch_size}"
-    )

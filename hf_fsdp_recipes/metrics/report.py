@@ -3,13 +3,13 @@
 This also works while the run is going.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from hf_fsdp_recipes.errors import ToolError, describe
+from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.metrics.metrics_file import (
     METRICS_FILE,
     PHASES,
@@ -42,6 +42,7 @@ SUMMARY = {
 # Templates that an entry fills.
 RANKS = "{num_ranks} x {device}, {dtype}"
 BATCH = "{batch_per_device} x {num_ranks} ranks x {gradient_accumulation_steps} accumulated"
+LOG_TITLE = "    step       loss    seconds  peak memory, largest rank\n"
 LOGGED_STEP = "{step:>8} {loss:>10.4f} {step_seconds:>10.3f}"
 # {title of a plot: {name of a value or phase: its label}}
 PLOTS = {
@@ -74,15 +75,15 @@ def write_report(output_dir: Path) -> Path:
         )
     starts = [entry for entry in entries if "run" in entry]
     steps = [entry for entry in entries if "loss" in entry]
-    try:
+    with explained(ToolError, f"Delete a line of {file}, which has missing or invalid values"):
         run = str(starts[-1]["run"])
         rows = [*_run_rows(entries, starts), *_step_rows(steps)]
-        (output_dir / f"{Path(run).name}.txt").write_text(_format_log(rows, steps))
-        draw(entries).savefig(output_dir / "report.png")
-    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise ToolError(
-            f"{file} has a line with missing or invalid values ({describe(error)}). Delete it."
-        ) from error
+        log = [f"{name}: {value}\n" for name, value in rows]
+        log += ["\n", LOG_TITLE, *map(_format_step, steps)]
+        figure = draw(entries)
+    # The format is from AMD's article on FSDP with ROCm.
+    (output_dir / f"{Path(run).name}.txt").write_text("".join(log))
+    figure.savefig(output_dir / "report.png")
     report = output_dir / "report.md"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     report.write_text(
@@ -131,17 +132,10 @@ def _step_rows(steps: Entries) -> Iterator[Row]:
         yield f"share of the time: {phase}", f"{spent / total:.1%}"
 
 
-def _format_log(rows: Sequence[Row], steps: Entries) -> str:
-    """Return the log: name/value pairs, then one line per logged step.
-
-    The format is from AMD's article on FSDP with ROCm.
-    """
-    lines = [f"{name}: {value}" for name, value in rows]
-    lines += ["", "    step       loss    seconds  peak memory, largest rank"]
-    for step in steps:
-        peak_bytes = max(step["device_peak_bytes"]) or max(step["host_bytes"])
-        lines.append(f"{LOGGED_STEP.format_map(step)} {peak_bytes / 1e9:>23.2f} GB")
-    return "\n".join(lines) + "\n"
+def _format_step(step: Entry) -> str:
+    """Return a logged step's line of the log."""
+    peak_bytes = max(step["device_peak_bytes"]) or max(step["host_bytes"])
+    return f"{LOGGED_STEP.format_map(step)} {peak_bytes / 1e9:>23.2f} GB\n"
 
 
 def draw(entries: Entries) -> "Figure":
@@ -158,7 +152,7 @@ def draw(entries: Entries) -> "Figure":
             for entry in entries:
                 with suppress(KeyError):  # entries of other kinds lack this value
                     points[entry["step"]] = _plotted(entry, name)
-            axes.plot(list(points), list(points.values()), ".-", label=label)
+            axes.plot(points.keys(), points.values(), ".-", label=label)
         style(axes, title, "optimizer step")
     return figure
 
@@ -177,5 +171,5 @@ def style(axes: "Axes", title: str, x_label: str) -> None:
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(x_label)
     axes.legend()
-    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

@@ -40,7 +40,7 @@ class Node(NamedTuple):
     host: str
     pid: int
     num_machines: int
-    facts: dict[str, str]  # must be the same on all nodes
+    facts: dict[str, object]  # must be the same on all nodes
     faults: list[str]  # those that the node found on its own
 
     @property
@@ -74,14 +74,20 @@ def preflight(
         output_dir = read_settings(find_file("recipe", config)).get("output_dir")
     directory = Path(output_dir) if output_dir else None
     facts = {
-        "num_machines": str(launch.num_machines),
-        "num_processes": str(launch.num_processes),
+        "num_machines": launch.num_machines,
+        "num_processes": launch.num_processes,
         "python": python_version(),
         **{name: version(name) for name in PACKAGES},
         "template": f"{template.stem} ({sha256(template.read_bytes()).hexdigest():.8})",
     }
-    host = socket.gethostname()
-    node = Node(launch.machine_rank, host, os.getpid(), launch.num_machines, facts, [])
+    node = Node(
+        launch.machine_rank,
+        socket.gethostname(),
+        os.getpid(),
+        launch.num_machines,
+        facts,
+        faults=[],
+    )
     address = launch.main_process_ip or "127.0.0.1"
     hosts = check_nodes(node, address, launch.main_process_port or 29500, directory, timeout)
     if node.machine_rank == 0:
@@ -182,10 +188,9 @@ def ask(node: Node, address: str, port: int, timeout: float) -> Verdict:
     connection.settimeout(timeout + 2 * ANSWER_SECONDS)
     try:
         print(json.dumps(node), file=peer, flush=True)
-        hosts, faults = json.loads(peer.readline())
+        return json.loads(peer.readline())
     except (OSError, ValueError) as error:
         raise ToolError(f"{node}: node 0 has stopped. Its own output says why.") from error
-    return hosts, faults
 
 
 def find_faults(nodes: list[Node], address: str, timeout: float) -> Iterator[str]:
