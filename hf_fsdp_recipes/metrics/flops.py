@@ -83,10 +83,8 @@ def find_model_flops(model: PreTrainedModel) -> ModelFlops:
         or getattr(config, "attention_chunk_size", None)
         or 0
     )
-    layer_types = getattr(config, "layer_types", None)
-    if not layer_types:
-        kind = "sliding_attention" if window else "full_attention"
-        layer_types = [kind] * config.num_hidden_layers
+    kind = "sliding_attention" if window else "full_attention"
+    layer_types = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
     num_windowed = layer_types.count("sliding_attention") + layer_types.count("chunked_attention")
     num_heads = config.num_attention_heads
     query_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads

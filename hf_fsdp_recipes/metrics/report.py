@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Row = tuple[str, str]  # name and value
-
 # {name of a row: template that the run's summary fills}
 SUMMARY = {
     "step time, median": "{step_seconds:.3f} s",
@@ -40,9 +38,7 @@ SUMMARY = {
     "device memory reserved, peak, largest rank": "{device_reserved_peak_bytes:,.2f} GB",
 }
 # Templates that an entry fills.
-RANKS = "{num_ranks} x {device}, {dtype}"
 BATCH = "{batch_per_device} x {num_ranks} ranks x {gradient_accumulation_steps} accumulated"
-LOG_TITLE = "    step       loss    seconds  peak memory, largest rank\n"
 LOGGED_STEP = "{step:>8} {loss:>10.4f} {step_seconds:>10.3f}"
 # {title of a plot: {name of a value or phase: its label}}
 PLOTS = {
@@ -75,11 +71,14 @@ def write_report(output_dir: Path) -> Path:
         )
     starts = [entry for entry in entries if "run" in entry]
     steps = [entry for entry in entries if "loss" in entry]
-    with explained(ToolError, f"Delete a line of {file}, which has missing or invalid values"):
+    with explained(ToolError, f"{file} has a line with missing or invalid values; delete it"):
         run = str(starts[-1]["run"])
-        rows = [*_run_rows(entries, starts), *_step_rows(steps)]
+        rows = list(_rows(entries, starts, steps))
         log = [f"{name}: {value}\n" for name, value in rows]
-        log += ["\n", LOG_TITLE, *map(_format_step, steps)]
+        log.append("\n    step       loss    seconds  peak memory, largest rank\n")
+        for step in steps:
+            peak_bytes = max(step["device_peak_bytes"]) or max(step["host_bytes"])
+            log.append(f"{LOGGED_STEP.format_map(step)} {peak_bytes / 1e9:>23.2f} GB\n")
         figure = draw(entries)
     # The format is from AMD's article on FSDP with ROCm.
     (output_dir / f"{Path(run).name}.txt").write_text("".join(log))
@@ -92,10 +91,11 @@ def write_report(output_dir: Path) -> Path:
     return report
 
 
-def _run_rows(entries: Entries, starts: Entries) -> Iterator[Row]:
-    """Yield the rows about the whole run.
+def _rows(entries: Entries, starts: Entries, steps: Entries) -> Iterator[tuple[str, str]]:
+    """Yield the name and the value of each row: about the whole run, then about logged steps.
 
-    `starts` are those of the `entries` that were written when the run started or resumed.
+    `starts` are those of the `entries` that were written when the run started or resumed. `steps`
+    are those of logged steps.
     """
     start = starts[-1]
     last_step = max(entry.get("step", 0) for entry in entries)
@@ -104,7 +104,7 @@ def _run_rows(entries: Entries, starts: Entries) -> Iterator[Row]:
     if resumed:
         yield "resumed from step", ", ".join(resumed)
     yield "model", start["model"]
-    yield "ranks", RANKS.format_map(start)
+    yield "ranks", "{num_ranks} x {device}, {dtype}".format_map(start)
     total = start["batch_per_device"] * start["num_ranks"] * start["gradient_accumulation_steps"]
     yield "batch size", f"{total:,} = {BATCH.format_map(start)}"
     if "no_mfu" in start:
@@ -112,10 +112,6 @@ def _run_rows(entries: Entries, starts: Entries) -> Iterator[Row]:
     losses = [entry["eval_loss"] for entry in entries if "eval_loss" in entry]
     if losses:
         yield "evaluation loss, last", f"{losses[-1]:.4f}"
-
-
-def _step_rows(steps: Entries) -> Iterator[Row]:
-    """Yield the rows about the logged steps, or nothing if there are none."""
     if not steps:
         return
     losses = [step["loss"] for step in steps]
@@ -130,12 +126,6 @@ def _step_rows(steps: Entries) -> Iterator[Row]:
     total = sum(seconds.values())
     for phase, spent in seconds.items():
         yield f"share of the time: {phase}", f"{spent / total:.1%}"
-
-
-def _format_step(step: Entry) -> str:
-    """Return a logged step's line of the log."""
-    peak_bytes = max(step["device_peak_bytes"]) or max(step["host_bytes"])
-    return f"{LOGGED_STEP.format_map(step)} {peak_bytes / 1e9:>23.2f} GB\n"
 
 
 def draw(entries: Entries) -> "Figure":

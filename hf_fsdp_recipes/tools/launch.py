@@ -146,8 +146,7 @@ def run_recipe(
         "-m",
         "hf_fsdp_recipes.cli",
         "sft",
-        "--accelerate_config",
-        str(template),
+        f"--accelerate_config={template}",
         "--main_process_port=0",
     ]
     if on_cpu:

@@ -84,15 +84,14 @@ def sweep(
             case = output_dir / f"{template.stem}_{ranks}ranks"
             case.mkdir(parents=True, exist_ok=True)
             (case / METRICS_FILE).unlink(missing_ok=True)
-            arguments = [
-                *MEASURE_ONLY.split(),
-                *context.args,
-                f"--num_processes={ranks}",
-                f"--output_dir={case}",
-            ]
             run_recipe(
                 template,
-                arguments,
+                [
+                    *MEASURE_ONLY.split(),
+                    *context.args,
+                    f"--num_processes={ranks}",
+                    f"--output_dir={case}",
+                ],
                 case / "log.txt",
                 on_cpu=not torch.accelerator.is_available(),
             )
@@ -157,13 +156,16 @@ def write_table(output_dir: Path) -> str:
             f"{output_dir} holds no case of a sweep. Pass both --accelerate_config and "
             "--num_processes."
         )
-    titles = ["template", "ranks", *(title for title, _ in COLUMNS.values()), "status"]
-    lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
+    titles = " | ".join(title for title, _ in COLUMNS.values())
+    lines = [f"| template | ranks | {titles} | status |", "|---|" + "---:|" * (len(COLUMNS) + 2)]
     for result in results:
-        cells = [result.template, str(result.ranks)]
-        for name, (_, number) in COLUMNS.items():
-            cells.append(number.format(result.measured[name]) if name in result.measured else "-")
-        lines.append(f"| {' | '.join(cells)} | {result.status.replace('|', '/')} |")
+        cells = " | ".join(
+            number.format(result.measured[name]) if name in result.measured else "-"
+            for name, (_, number) in COLUMNS.items()
+        )
+        lines.append(
+            f"| {result.template} | {result.ranks} | {cells} | {result.status.replace('|', '/')} |"
+        )
     lines += ["", EXPLANATION, "", "![scaling](sweep.png)", ""]
     draw(results).savefig(output_dir / "sweep.png")
     table = "\n".join(lines)
