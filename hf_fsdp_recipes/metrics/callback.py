@@ -44,24 +44,23 @@ class MetricsCallback(TrainerCallback):
             averages.
     """
 
-    _start: Entry | None  # the entry of this start, until it is written
     _host_bytes: int
 
     def __init__(self, *, throughput_warmup_steps: int = 3) -> None:
         self._warmup_steps = throughput_warmup_steps
         self._is_running = False
         self._has_warned = False
-        self._peak_flops: float | None = None
+        self._peak_flops = 0.0  # unknown
 
     def on_train_begin(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
+        model: Any = None,
         **kwargs: Any,
     ) -> None:
         """Print the wrapped model and start measuring."""
-        model = kwargs["model"]
         distributed.print_main(str(model))
         start = _describe_run(args, state, model)
         # A stream has no length. Accelerate's shard of it raises an error.
@@ -73,7 +72,7 @@ class MetricsCallback(TrainerCallback):
             self._peak_flops = flops.find_peak_flops(start["device"], start["dtype"])
         except Exception as error:  # models from outside transformers may raise anything
             start["no_mfu"] = str(error)
-        self._start = start
+        self._start: Entry | None = start  # until it is written
         assert args.output_dir is not None
         self._file = Path(args.output_dir) / metrics_file.METRICS_FILE
         self._warm_at_step = state.global_step + self._warmup_steps
@@ -101,12 +100,8 @@ class MetricsCallback(TrainerCallback):
         if self._logged_step < state.global_step == self._warm_at_step:
             self._begin_interval(state)
 
-    def on_substep_end(self, *_: object, **kwargs: object) -> None:
-        """End the forward and backward phase of a micro-batch."""
-        self._end_phase("forward_backward")
-
     def on_pre_optimizer_step(self, *_: object, **kwargs: object) -> None:
-        """End the forward and backward phase, which includes clipping.
+        """End the forward and backward phase of all micro-batches, which includes clipping.
 
         Sample the host memory while the gradients exist.
         """
@@ -130,7 +125,8 @@ class MetricsCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **kwargs: Any,
+        logs: Any = None,
+        **kwargs: object,
     ) -> None:
         """Write an entry to metrics.jsonl, and add figures to Trainer's logs.
 
@@ -138,7 +134,6 @@ class MetricsCallback(TrainerCallback):
         """
         if not self._is_running:
             return
-        logs = kwargs["logs"]
         entry: Entry = {
             name: value for name, value in logs.items() if isinstance(value, int | float)
         }
@@ -204,8 +199,8 @@ class MetricsCallback(TrainerCallback):
             entry["tokens_per_second"] = tokens / seconds
             entry["tokens_per_second_per_device"] = tokens / seconds / len(ranks)
         if self._peak_flops:
-            flops_per_second = self._flops.training(tokens, pairs) / seconds / len(ranks)
-            entry["mfu"] = flops_per_second / self._peak_flops
+            peak_flops = self._peak_flops * seconds * len(ranks)
+            entry["mfu"] = self._flops.training(tokens, pairs) / peak_flops
         if state.global_step <= self._warm_at_step:
             entry["is_warmup"] = True
         self._begin_interval(state)
@@ -215,7 +210,7 @@ class MetricsCallback(TrainerCallback):
         self,
         module: Module,
         args: object,
-        kwargs: dict[str, Any],
+        kwargs: Any,
     ) -> None:
         if module.training and torch.is_grad_enabled():
             with self._errors_as_warnings():
@@ -251,14 +246,22 @@ def _describe_run(
     model: Module,
 ) -> Entry:
     """Return the entry that is written to metrics.jsonl each time the run starts or resumes."""
-    config = getattr(model, "config", None)
-    model_name = Path(getattr(config, "name_or_path", "") or type(model).__name__).name
-    precision = AcceleratorState().mixed_precision
-    dtype = PRECISIONS.get(precision, next(model.parameters()).dtype)
+    path = getattr(getattr(model, "config", None), "name_or_path", "")
+    model_name = Path(path or type(model).__name__).name
+    dtype = PRECISIONS.get(AcceleratorState().mixed_precision, next(model.parameters()).dtype)
     device_module = torch.get_device_module(args.device)
     get_device_name = getattr(device_module, "get_device_name", lambda: args.device.type)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    length = f"{args.max_steps}steps" if args.max_steps > 0 else f"{args.num_train_epochs:g}"
     return {
-        "run": args.run_name or _name_run(args, model_name),
+        # The format is from AMD's article on FSDP with ROCm:
+        # fsdp_training_DATE_MODEL_NODES_GPUS-PER-NODE_EPOCHS_BATCH.
+        "run": args.run_name
+        or (
+            f"fsdp_training_{datetime.now():%Y%m%d-%H%M}_{model_name}_"
+            f"{distributed.world_size() // per_node}_{per_node}_{length}_"
+            f"{args.per_device_train_batch_size}"
+        ),
         "model": model_name,
         "from_step": state.global_step,
         "max_steps": state.max_steps,
@@ -268,17 +271,3 @@ def _describe_run(
         "batch_per_device": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
     }
-
-
-def _name_run(args: TrainingArguments, model_name: str) -> str:
-    """Return fsdp_training_DATE_MODEL_NODES_GPUS-PER-NODE_EPOCHS_BATCH.
-
-    The format is from AMD's article on FSDP with ROCm.
-    """
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    num_nodes = distributed.world_size() // per_node
-    length = f"{args.max_steps}steps" if args.max_steps > 0 else f"{args.num_train_epochs:g}"
-    return (
-        f"fsdp_training_{datetime.now():%Y%m%d-%H%M}_{model_name}_{num_nodes}_{per_node}_{length}_"
-        f"{args.per_device_train_batch_size}"
-    )

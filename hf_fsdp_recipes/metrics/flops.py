@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 # Dense peaks in TFLOP/s for bfloat16 and float16, from the vendors' data sheets and white papers.
 # Figures with structured sparsity are halved, and so is that of an MI250X, which is two devices.
@@ -83,28 +83,21 @@ def find_model_flops(model: PreTrainedModel) -> ModelFlops:
         or getattr(config, "attention_chunk_size", None)
         or 0
     )
-    layer_types = getattr(config, "layer_types", None)
-    if not layer_types:
-        kind = "sliding_attention" if window else "full_attention"
-        layer_types = [kind] * config.num_hidden_layers
+    kind = "sliding_attention" if window else "full_attention"
+    layer_types = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
     num_windowed = layer_types.count("sliding_attention") + layer_types.count("chunked_attention")
-    width = _attention_width(config)
+    num_heads = config.num_attention_heads
+    query_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
+        query_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    value_dim = getattr(config, "v_head_dim", None) or query_dim
+    width = num_heads * (query_dim + value_dim)
     return ModelFlops(
         *_count_matmuls(model),
         attention_width=layer_types.count("full_attention") * width,
         window_width=num_windowed * width,
         window=window,
     )
-
-
-def _attention_width(config: PreTrainedConfig) -> int:
-    """Return heads * (query dim + value dim) of one layer."""
-    num_heads = config.num_attention_heads
-    query_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
-        query_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    value_dim = getattr(config, "v_head_dim", None) or query_dim
-    return num_heads * (query_dim + value_dim)
 
 
 def _count_matmuls(model: PreTrainedModel) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Measures the host and device memory of this process, in bytes."""
 
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,11 +27,8 @@ def host_bytes() -> int:
 
     It is the sum of the kernel's RssAnon and RssShmem.
     """
-    kilobytes = 0
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(("RssAnon:", "RssShmem:")):
-            kilobytes += int(line.split()[1])
-    return kilobytes * 1024
+    status = Path("/proc/self/status").read_text()
+    return 1024 * sum(map(int, re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+) kB", status, re.MULTILINE)))
 
 
 def available_host_bytes() -> int:
@@ -65,11 +63,9 @@ def read_cgroups(root: Path, path: str) -> list[int]:
             with suppress(OSError, ValueError):
                 limit = int((directory / limit_file).read_text())
                 usage = int((directory / usage_file).read_text())
-                with (directory / "memory.stat").open() as lines:
-                    stat = dict(line.split() for line in lines)
-                for kind in ("active_file", "inactive_file"):
-                    usage -= int(stat.get(f"{prefix}{kind}", 0))
-                left.append(limit - usage)
+                stat = (directory / "memory.stat").read_text()
+                cached = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", stat, re.MULTILINE)
+                left.append(limit - usage + sum(map(int, cached)))
         directory = directory.parent
     return left
 

@@ -50,10 +50,9 @@ def begin(path: Path, start: Entry) -> None:
     is step 0.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = []
     from_step = start["from_step"]
-    if from_step:
-        entries = [entry for entry in read_metrics(path) if entry.get("step", 0) <= from_step]
+    earlier = read_metrics(path) if from_step else []
+    entries = [entry for entry in earlier if entry.get("step", 0) <= from_step]
     part = path.with_suffix(".part")
     part.write_text("".join(json.dumps(entry) + "\n" for entry in [*entries, start]))
     part.replace(path)

@@ -3,13 +3,13 @@
 This also works while the run is going.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from hf_fsdp_recipes.errors import ToolError, describe
+from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.metrics.metrics_file import (
     METRICS_FILE,
     PHASES,
@@ -22,8 +22,6 @@ from hf_fsdp_recipes.metrics.metrics_file import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Row = tuple[str, str]  # name and value
 
 # {name of a row: template that the run's summary fills}
 SUMMARY = {
@@ -40,7 +38,6 @@ SUMMARY = {
     "device memory reserved, peak, largest rank": "{device_reserved_peak_bytes:,.2f} GB",
 }
 # Templates that an entry fills.
-RANKS = "{num_ranks} x {device}, {dtype}"
 BATCH = "{batch_per_device} x {num_ranks} ranks x {gradient_accumulation_steps} accumulated"
 LOGGED_STEP = "{step:>8} {loss:>10.4f} {step_seconds:>10.3f}"
 # {title of a plot: {name of a value or phase: its label}}
@@ -74,15 +71,18 @@ def write_report(output_dir: Path) -> Path:
         )
     starts = [entry for entry in entries if "run" in entry]
     steps = [entry for entry in entries if "loss" in entry]
-    try:
+    with explained(ToolError, f"{file} has a line with missing or invalid values; delete it"):
         run = str(starts[-1]["run"])
-        rows = [*_run_rows(entries, starts), *_step_rows(steps)]
-        (output_dir / f"{Path(run).name}.txt").write_text(_format_log(rows, steps))
-        draw(entries).savefig(output_dir / "report.png")
-    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise ToolError(
-            f"{file} has a line with missing or invalid values ({describe(error)}). Delete it."
-        ) from error
+        rows = list(_rows(entries, starts, steps))
+        log = [f"{name}: {value}\n" for name, value in rows]
+        log.append("\n    step       loss    seconds  peak memory, largest rank\n")
+        for step in steps:
+            peak_bytes = max(step["device_peak_bytes"]) or max(step["host_bytes"])
+            log.append(f"{LOGGED_STEP.format_map(step)} {peak_bytes / 1e9:>23.2f} GB\n")
+        figure = draw(entries)
+    # The format is from AMD's article on FSDP with ROCm.
+    (output_dir / f"{Path(run).name}.txt").write_text("".join(log))
+    figure.savefig(output_dir / "report.png")
     report = output_dir / "report.md"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     report.write_text(
@@ -91,10 +91,11 @@ def write_report(output_dir: Path) -> Path:
     return report
 
 
-def _run_rows(entries: Entries, starts: Entries) -> Iterator[Row]:
-    """Yield the rows about the whole run.
+def _rows(entries: Entries, starts: Entries, steps: Entries) -> Iterator[tuple[str, str]]:
+    """Yield the name and the value of each row: about the whole run, then about logged steps.
 
-    `starts` are those of the `entries` that were written when the run started or resumed.
+    `starts` are those of the `entries` that were written when the run started or resumed. `steps`
+    are those of logged steps.
     """
     start = starts[-1]
     last_step = max(entry.get("step", 0) for entry in entries)
@@ -103,7 +104,7 @@ def _run_rows(entries: Entries, starts: Entries) -> Iterator[Row]:
     if resumed:
         yield "resumed from step", ", ".join(resumed)
     yield "model", start["model"]
-    yield "ranks", RANKS.format_map(start)
+    yield "ranks", "{num_ranks} x {device}, {dtype}".format_map(start)
     total = start["batch_per_device"] * start["num_ranks"] * start["gradient_accumulation_steps"]
     yield "batch size", f"{total:,} = {BATCH.format_map(start)}"
     if "no_mfu" in start:
@@ -111,10 +112,6 @@ def _run_rows(entries: Entries, starts: Entries) -> Iterator[Row]:
     losses = [entry["eval_loss"] for entry in entries if "eval_loss" in entry]
     if losses:
         yield "evaluation loss, last", f"{losses[-1]:.4f}"
-
-
-def _step_rows(steps: Entries) -> Iterator[Row]:
-    """Yield the rows about the logged steps, or nothing if there are none."""
     if not steps:
         return
     losses = [step["loss"] for step in steps]
@@ -131,19 +128,6 @@ def _step_rows(steps: Entries) -> Iterator[Row]:
         yield f"share of the time: {phase}", f"{spent / total:.1%}"
 
 
-def _format_log(rows: Sequence[Row], steps: Entries) -> str:
-    """Return the log: name/value pairs, then one line per logged step.
-
-    The format is from AMD's article on FSDP with ROCm.
-    """
-    lines = [f"{name}: {value}" for name, value in rows]
-    lines += ["", "    step       loss    seconds  peak memory, largest rank"]
-    for step in steps:
-        peak_bytes = max(step["device_peak_bytes"]) or max(step["host_bytes"])
-        lines.append(f"{LOGGED_STEP.format_map(step)} {peak_bytes / 1e9:>23.2f} GB")
-    return "\n".join(lines) + "\n"
-
-
 def draw(entries: Entries) -> "Figure":
     """Return a figure with loss, throughput, seconds per phase, and memory.
 
@@ -158,7 +142,7 @@ def draw(entries: Entries) -> "Figure":
             for entry in entries:
                 with suppress(KeyError):  # entries of other kinds lack this value
                     points[entry["step"]] = _plotted(entry, name)
-            axes.plot(list(points), list(points.values()), ".-", label=label)
+            axes.plot(points.keys(), points.values(), ".-", label=label)
         style(axes, title, "optimizer step")
     return figure
 
@@ -177,5 +161,5 @@ def style(axes: "Axes", title: str, x_label: str) -> None:
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(x_label)
     axes.legend()
-    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

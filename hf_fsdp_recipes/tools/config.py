@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from difflib import get_close_matches
+from fnmatch import filter as matching
 from typing import Annotated
 
 from typer import Argument
@@ -45,6 +46,8 @@ def check(
 
 def find_faults(config: Settings) -> Iterator[str]:
     """Yield the faults of a parsed config that Accelerate ignores, or does not name."""
+    from hf_fsdp_recipes.upstream.accelerate_internals import ClusterConfig, launch_command_parser
+
     fsdp = config.get("fsdp_config") or {}
     parallel = config.get("parallelism_config") or {}
     for section in (fsdp, parallel):
@@ -55,7 +58,18 @@ def find_faults(config: Settings) -> Iterator[str]:
     # It adds none to those of parallelism_config.
     fsdp = {f"fsdp_{str(name).removeprefix('fsdp_')}": value for name, value in fsdp.items()}
     kind = config.get("distributed_type")
-    yield from _find_unknown(config, fsdp, parallel)
+    # Accelerate merges both sections into the launcher's arguments, so a setting must have the
+    # name of one of these arguments.
+    arguments = ["fsdp_ignored_modules", *vars(launch_command_parser().parse_args(["script.py"]))]
+    for section, known in (
+        (config, ClusterConfig.__dataclass_fields__),
+        (fsdp, matching(arguments, "fsdp_*")),
+        (parallel, matching(arguments, "parallelism_config_*")),
+    ):
+        for name in sorted({*map(str, section)}.difference(known)):
+            close = get_close_matches(name, known, 1, cutoff=0.5)
+            cure = f"Did you mean {close[0]}?" if close else "Remove it."
+            yield f"Accelerate has no setting {name}. {cure}"
     if fsdp and kind != "FSDP":
         yield f"distributed_type is {kind}, so fsdp_config is ignored. Set it to FSDP."
     if config.get("num_machines", 1) != 1 and not config.get("main_process_ip"):
@@ -65,20 +79,3 @@ def find_faults(config: Settings) -> Iterator[str]:
             value = str(fsdp.get(name))
             if value not in allowed.split():
                 yield f"{name} is {value}. {cure}"
-
-
-def _find_unknown(config: Settings, fsdp: Settings, parallel: Settings) -> Iterator[str]:
-    from hf_fsdp_recipes.upstream.accelerate_internals import ClusterConfig, launch_command_parser
-
-    # Accelerate merges both sections into the launcher's arguments, so a setting must have the
-    # name of one of these arguments.
-    arguments = ["fsdp_ignored_modules", *vars(launch_command_parser().parse_args(["script.py"]))]
-    for section, known in (
-        (config, ClusterConfig.__dataclass_fields__),
-        (fsdp, [name for name in arguments if name.startswith("fsdp_")]),
-        (parallel, [name for name in arguments if name.startswith("parallelism_config_")]),
-    ):
-        for name in sorted({*map(str, section)}.difference(known)):
-            close = get_close_matches(name, known, 1, cutoff=0.5)
-            cure = f"Did you mean {close[0]}?" if close else "Remove it."
-            yield f"Accelerate has no setting {name}. {cure}"

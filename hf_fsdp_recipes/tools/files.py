@@ -116,5 +116,7 @@ def quickstart(context: Context) -> None:
 
     This takes about 5 minutes.
     """
-    script = str(shipped_directory("recipe") / "quickstart.py")
-    os.execv(sys.executable, [sys.executable, script, *context.args])
+    os.execv(
+        sys.executable,
+        [sys.executable, str(shipped_directory("recipe") / "quickstart.py"), *context.args],
+    )

@@ -11,15 +11,15 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 
 import psutil
 from typer import Context
 
-from hf_fsdp_recipes.errors import ToolError, describe
+from hf_fsdp_recipes.errors import ToolError, describe, explained
 from hf_fsdp_recipes.settings import read_settings
 from hf_fsdp_recipes.tools.files import (
     RecipeOption,
@@ -57,6 +57,7 @@ ON_CPU = [
 ]
 # Fields of the recipe that go with them.
 FLOAT32 = ["--bf16=false", "--fp16=false"]
+REFUSED = "accelerate launch refuses {} or an option (see `hf-fsdp config check`)"
 
 
 def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOption = None) -> None:
@@ -78,23 +79,12 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
     if read_settings(template).get("use_cpu") or parse_flag_from_env("ACCELERATE_USE_CPU"):
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
     try:
-        with refusals_explained(template):
-            launch_command(parse_launch(template, recipe + context.args))
+        launch_command(parse_launch(template, recipe + context.args))
     except (ChildFailedError, SignalException):
         # The ranks have printed why; torch has logged which rank failed first.
         sys.exit(1)
-
-
-@contextmanager
-def refusals_explained(template: Path) -> Iterator[None]:
-    """Raise a ToolError if `accelerate launch` refuses the template or an option."""
-    try:
-        yield
     except (TypeError, ValueError) as error:
-        raise ToolError(
-            f"accelerate launch refuses {template} or an option: {describe(error)}. "
-            "Run `hf-fsdp config check`."
-        ) from error
+        raise ToolError(f"{REFUSED.format(template)}: {describe(error)}") from error
 
 
 def read_launch(template: Path, arguments: Sequence[str]) -> Namespace:
@@ -106,7 +96,7 @@ def read_launch(template: Path, arguments: Sequence[str]) -> Namespace:
     from hf_fsdp_recipes.upstream.accelerate_internals import validate_launch_command
 
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it logs notes about launching
-    with refusals_explained(template):
+    with explained(ToolError, REFUSED.format(template)):
         launch, _, _ = validate_launch_command(parse_launch(template, arguments))
     return launch
 
@@ -158,8 +148,7 @@ def run_recipe(
         "-m",
         "hf_fsdp_recipes.cli",
         "sft",
-        "--accelerate_config",
-        str(template),
+        f"--accelerate_config={template}",
         "--main_process_port=0",
     ]
     if on_cpu:

@@ -20,7 +20,6 @@ from hf_fsdp_recipes.settings import read_settings
 from hf_fsdp_recipes.tools.files import RecipeOption, TemplateOption, find_file
 from hf_fsdp_recipes.tools.launch import read_launch
 
-PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 PROBE_BYTES = 64 << 20  # a disk with less free space counts as full
 ANSWER_SECONDS = 10.0  # limit for the greeting, which another preflight answers at once
 # Enough for NFS, where listing a directory refreshes the client's cache of it.
@@ -40,7 +39,7 @@ class Node(NamedTuple):
     host: str
     pid: int
     num_machines: int
-    facts: dict[str, str]  # must be the same on all nodes
+    facts: dict[str, object]  # must be the same on all nodes
     faults: list[str]  # those that the node found on its own
 
     @property
@@ -70,20 +69,31 @@ def preflight(
     """
     template = find_file("template", accelerate_config)
     launch = read_launch(template, context.args)
-    if output_dir is None and config is not None:
+    if config and not output_dir:
         output_dir = read_settings(find_file("recipe", config)).get("output_dir")
     directory = Path(output_dir) if output_dir else None
     facts = {
-        "num_machines": str(launch.num_machines),
-        "num_processes": str(launch.num_processes),
+        "num_machines": launch.num_machines,
+        "num_processes": launch.num_processes,
         "python": python_version(),
-        **{name: version(name) for name in PACKAGES},
+        **{name: version(name) for name in ("torch", "accelerate", "transformers", "trl", "peft")},
         "template": f"{template.stem} ({sha256(template.read_bytes()).hexdigest():.8})",
     }
-    host = socket.gethostname()
-    node = Node(launch.machine_rank, host, os.getpid(), launch.num_machines, facts, [])
-    address = launch.main_process_ip or "127.0.0.1"
-    hosts = check_nodes(node, address, launch.main_process_port or 29500, directory, timeout)
+    node = Node(
+        launch.machine_rank,
+        socket.gethostname(),
+        os.getpid(),
+        launch.num_machines,
+        facts,
+        faults=[],
+    )
+    hosts = check_nodes(
+        node,
+        launch.main_process_ip or "127.0.0.1",
+        launch.main_process_port or 29500,
+        directory,
+        timeout,
+    )
     if node.machine_rank == 0:
         found = ", ".join(f"{name} {value}" for name, value in facts.items())
         print(f"preflight passed on {', '.join(hosts)}: {found}", flush=True)
@@ -98,10 +108,19 @@ def check_nodes(
     node 0, sends its report, and gets node 0's verdict. Node 0 waits up to `timeout` seconds for
     the others. Afterwards, the port is free again.
     """
-    probe = output_dir / node.probe_name if output_dir else None
     try:
-        if probe:
-            node.faults.extend(write_probe(probe))
+        if output_dir:
+            try:
+                output_dir.mkdir(parents=True, exist_ok=True)
+                with (output_dir / node.probe_name).open("wb") as stream:
+                    stream.write(os.urandom(PROBE_BYTES))
+                    os.fsync(stream.fileno())
+                    stream.truncate(0)
+            except OSError as error:
+                node.faults.append(
+                    f"output_dir {output_dir} cannot be written ({error.strerror}). Check "
+                    "permissions, quota and mount."
+                )
         if node.machine_rank == 0:
             hosts, faults = judge(node, address, port, output_dir, timeout)
         else:
@@ -109,9 +128,9 @@ def check_nodes(
     except OSError as error:
         raise ToolError(f"{node}: {explain(error, address, port)}") from error
     finally:
-        if probe:
+        if output_dir:
             with suppress(OSError):
-                probe.unlink()
+                (output_dir / node.probe_name).unlink()
     if faults:
         raise ToolError(" ".join(faults))
     return hosts
@@ -125,7 +144,10 @@ def judge(node: Node, address: str, port: int, output_dir: Path | None, timeout:
     deadline = monotonic() + timeout
     nodes = [node]
     peers = []
-    with listen(address, port) as server:
+    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    # Fails if the address is another host's, or if the port is in use.
+    socket.create_server(target[:2], family=family).close()
+    with socket.create_server(("", port), family=family, backlog=1024) as server:
         while len(nodes) < node.num_machines and monotonic() < deadline:
             # Errors: nothing has connected in time, or what has connected is no node of this job.
             with suppress(OSError, TypeError, ValueError):
@@ -146,16 +168,6 @@ def judge(node: Node, address: str, port: int, output_dir: Path | None, timeout:
         with suppress(OSError):
             print(json.dumps(verdict), file=peer, flush=True)
     return verdict
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on a port of this host, at all addresses of one family.
-
-    Raises an OSError if the address is another host's, or if the port is in use.
-    """
-    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    socket.create_server(target[:2], family=family).close()
-    return socket.create_server(("", port), family=family, backlog=1024)
 
 
 def ask(node: Node, address: str, port: int, timeout: float) -> Verdict:
@@ -182,10 +194,9 @@ def ask(node: Node, address: str, port: int, timeout: float) -> Verdict:
     connection.settimeout(timeout + 2 * ANSWER_SECONDS)
     try:
         print(json.dumps(node), file=peer, flush=True)
-        hosts, faults = json.loads(peer.readline())
+        return json.loads(peer.readline())
     except (OSError, ValueError) as error:
         raise ToolError(f"{node}: node 0 has stopped. Its own output says why.") from error
-    return hosts, faults
 
 
 def find_faults(nodes: list[Node], address: str, timeout: float) -> Iterator[str]:
@@ -242,22 +253,6 @@ def advise(address: str) -> str:
     if address.startswith(("localhost", "127.", "::1")):
         return "A loopback address leads each host to itself: pass the address of node 0's host."
     return "Check that all nodes were started, their own output, the address, firewalls and routes."
-
-
-def write_probe(probe: Path) -> Iterator[str]:
-    """Create the output directory and write a file in it. Yield a fault if there is one."""
-    directory = probe.parent
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with probe.open("wb") as stream:
-            stream.write(os.urandom(PROBE_BYTES))
-            os.fsync(stream.fileno())
-            stream.truncate(0)
-    except OSError as error:
-        yield (
-            f"output_dir {directory} cannot be written ({error.strerror}). Check permissions, "
-            "quota and mount."
-        )
 
 
 def find_unseen(nodes: list[Node], output_dir: Path) -> list[str]:

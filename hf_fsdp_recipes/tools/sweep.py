@@ -79,20 +79,22 @@ def sweep(
     """
     import torch
 
-    templates = [find_file("template", name) for name in accelerate_config]
-    for template in templates:
+    for template in [find_file("template", name) for name in accelerate_config]:
         for ranks in sorted(num_processes):
             case = output_dir / f"{template.stem}_{ranks}ranks"
             case.mkdir(parents=True, exist_ok=True)
             (case / METRICS_FILE).unlink(missing_ok=True)
-            arguments = [
-                *MEASURE_ONLY.split(),
-                *context.args,
-                f"--num_processes={ranks}",
-                f"--output_dir={case}",
-            ]
-            on_cpu = not torch.accelerator.is_available()
-            run_recipe(template, arguments, case / "log.txt", on_cpu=on_cpu)
+            run_recipe(
+                template,
+                [
+                    *MEASURE_ONLY.split(),
+                    *context.args,
+                    f"--num_processes={ranks}",
+                    f"--output_dir={case}",
+                ],
+                case / "log.txt",
+                on_cpu=not torch.accelerator.is_available(),
+            )
             print(f"{case.name}: {find_status(case)}", flush=True)
     print(write_table(output_dir))
 
@@ -126,13 +128,7 @@ def read_result(case: Path) -> Result:
     """Return the result of a case from its directory, TEMPLATE_<n>ranks."""
     template, _, ranks = case.name.removesuffix("ranks").rpartition("_")
     status = find_status(case)
-    measured = read_measurements(case) if status == FINISHED else {}
-    return Result(template, int(ranks), status, measured)
-
-
-def read_measurements(case: Path) -> dict[str, float]:
-    """Return what a finished case has measured, as `summarize` does, and more for COLUMNS."""
-    entries = read_metrics(case / METRICS_FILE)
+    entries = read_metrics(case / METRICS_FILE) if status == FINISHED else []
     measured = summarize([entry for entry in entries if "loss" in entry])
     for kind in ("host_bytes", "device_peak_bytes", "device_reserved_peak_bytes"):
         if kind in measured:  # CPU ranks have no memory of a device
@@ -143,7 +139,7 @@ def read_measurements(case: Path) -> dict[str, float]:
             rows_of_rank = start["batch_per_device"] * start["gradient_accumulation_steps"]
             num_steps = math.ceil(start["num_rows"] / (rows_of_rank * start["num_ranks"]))
             measured["epoch_seconds"] = num_steps * measured["step_seconds"]
-    return measured
+    return Result(template, int(ranks), status, measured)
 
 
 def write_table(output_dir: Path) -> str:
@@ -160,13 +156,16 @@ def write_table(output_dir: Path) -> str:
             f"{output_dir} holds no case of a sweep. Pass both --accelerate_config and "
             "--num_processes."
         )
-    titles = ["template", "ranks", *(title for title, _ in COLUMNS.values()), "status"]
-    lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
+    titles = " | ".join(title for title, _ in COLUMNS.values())
+    lines = [f"| template | ranks | {titles} | status |", "|---|" + "---:|" * (len(COLUMNS) + 2)]
     for result in results:
-        cells = [result.template, str(result.ranks)]
-        for name, (_, number) in COLUMNS.items():
-            cells.append(number.format(result.measured[name]) if name in result.measured else "-")
-        lines.append(f"| {' | '.join(cells)} | {result.status.replace('|', '/')} |")
+        cells = " | ".join(
+            number.format(result.measured[name]) if name in result.measured else "-"
+            for name, (_, number) in COLUMNS.items()
+        )
+        lines.append(
+            f"| {result.template} | {result.ranks} | {cells} | {result.status.replace('|', '/')} |"
+        )
     lines += ["", EXPLANATION, "", "![scaling](sweep.png)", ""]
     draw(results).savefig(output_dir / "sweep.png")
     table = "\n".join(lines)
@@ -191,7 +190,7 @@ def draw(results: Sequence[Result]) -> "Figure":
             values = {case.ranks: case.measured[name] for case in cases if name in case.measured}
             lost = [str(case.ranks) for case in cases if case.status == OUT_OF_MEMORY]
             label = f"{template}, OOM on {', '.join(lost)}" if lost else template
-            axes.plot(list(values), list(values.values()), "o-", label=label)
+            axes.plot(values.keys(), values.values(), "o-", label=label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, map(str, counts))
         style(axes, COLUMNS[name][0], "ranks")
