@@ -1,12 +1,11 @@
-"""How long a save stops training, compared with Trainer's own save.
-
-Also how long it takes until the checkpoint is complete.
+"""What a user feels of a save: how long training waits, and how it goes on while files are written.
 
     python -m benchmarks.save [--parameters 1.1e9] [--ranks 2 8 32]
 
-Saves a sharded Llama in bf16 with AdamW from gloo ranks of one machine: what Accelerate writes for
-Trainer, and the same state through ShardedCheckpointCallback's writer. Both alternate in one run;
-both end fsynced. Prints a table and, with two ranks only, rewrites its section of docs/measured.md.
+Saves a sharded Llama in bf16 with AdamW from gloo ranks of one machine: as Accelerate does for
+Trainer, and as ShardedCheckpointCallback does, with idle and with busy cores. Copies the same state
+to memory. All of these alternate in one run; all saves end fsynced. Prints a table and, with two
+ranks only, rewrites its section of docs/measured.md.
 """
 
 import argparse
@@ -14,6 +13,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +24,9 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.memory import PeakMemory
 
 REPEATS = 3
-STEP_SECONDS = 4.0  # shorter than forward and backward of such a model on two cores
+TRAINING_SECONDS = 2.0  # of ticks without a save
 STOCK = "Trainer's own save"
-IDLE = "in the background, idle cores"
-BUSY = "in the background, busy cores"
+COPY = "a plain copy of the state in memory"
 
 
 def main() -> None:
@@ -62,42 +61,20 @@ def measure(num_parameters: float, directory: Path) -> dict[str, float]:
 
     Every rank runs this.
     """
-    import torch.distributed as dist
-
-    from hf_fsdp_recipes import distributed
-    from hf_fsdp_recipes.saving.directory import RunDirectory
-    from hf_fsdp_recipes.saving.saver import Writer
-
     trainer = make_trainer(num_parameters)
-    run = RunDirectory(directory, "bench")
-    distributed.run_on_main(lambda: run.open(0))
-    writer = Writer(run, distributed.new_group())
-    found: dict[str, list[float]] = {STOCK: [], IDLE: [], BUSY: [], "standstill": []}
-    extra = 0
+    saver = BackgroundSaver(trainer, directory / "run")
     # The first round does not count: it touches memory for the first time.
+    with PeakMemory() as memory:
+        saver.save(idle)
+    rounds: list[dict[str, float]] = []
     for repeat in range(REPEATS + 1):
-        dist.barrier()
-        started = time.perf_counter()
-        save_as_trainer(trainer, directory / "stock")
-        for file in (directory / "stock").rglob(f"__{dist.get_rank()}_*.distcp"):
-            sync(file)
-        dist.barrier()
-        measured = {STOCK: time.perf_counter() - started}
-        distributed.run_on_main(lambda: shutil.rmtree(directory / "stock"))
-        for kind in (IDLE, BUSY):
-            dist.barrier()
-            with PeakMemory() as memory:
-                standstill, measured[kind] = save_in_background(trainer, run, writer, kind == BUSY)
-            extra = max(extra, memory.growth_bytes)
-            measured["standstill"] = max(standstill, measured.get("standstill", 0.0))
-            distributed.run_on_main(lambda: shutil.rmtree(run.output_dir / "checkpoint-1"))
-        for key, values in found.items():
-            values += [measured[key]] if repeat else []
+        found = {STOCK: time_stock(trainer, directory / "stock"), COPY: saver.copy_plainly()}
+        for work in (idle, busy):
+            found |= saver.save(work)
+        rounds += [found] if repeat else []
+    medians = {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
     num_bytes = sum(3 * parameter.to_local().nbytes for parameter in trainer.model.parameters())
-    return {key: statistics.median(values) for key, values in found.items()} | {
-        "bytes": num_bytes,
-        "extra": extra,
-    }
+    return medians | {"bytes": num_bytes, "extra": memory.growth_bytes}
 
 
 def make_trainer(num_parameters: float) -> Any:
@@ -121,9 +98,14 @@ def make_trainer(num_parameters: float) -> Any:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     state = SimpleNamespace(fsdp_plugin=plugin)
     ranks = {"process_index": dist.get_rank(), "num_processes": dist.get_world_size()}
-    accelerator = SimpleNamespace(state=state, device=torch.device("cpu"), **ranks)
-    replaced = {"_get_output_dir": None, "_push_from_checkpoint": None}
-    return SimpleNamespace(model=model, optimizer=optimizer, accelerator=accelerator, **replaced)
+    return SimpleNamespace(
+        model=model,
+        optimizer=optimizer,
+        accelerator=SimpleNamespace(state=state, device=torch.device("cpu"), **ranks),
+        is_fsdp_enabled=True,
+        _get_output_dir=None,
+        _push_from_checkpoint=None,
+    )
 
 
 def save_as_trainer(trainer: Any, directory: Path) -> None:
@@ -137,62 +119,163 @@ def save_as_trainer(trainer: Any, directory: Path) -> None:
     )
 
 
-def save_in_background(trainer: Any, run: Any, writer: Any, is_busy: bool) -> tuple[float, float]:
-    """Save as the callback does.
+def time_stock(trainer: Any, directory: Path) -> float:
+    """Return the seconds of Trainer's own save, until all files are on disk. Collective."""
+    import torch.distributed as dist
 
-    Return the seconds in which training stands still, and until the checkpoint is complete.
-    """
-    from hf_fsdp_recipes.saving.recorder import redirected
-    from hf_fsdp_recipes.saving.saver import Save
+    from hf_fsdp_recipes import distributed
 
+    dist.barrier()
     started = time.perf_counter()
-    written = run.workspace / "checkpoint-1"
-    save = Save(written, run.output_dir / "checkpoint-1", {"step": 1}, None, None)
-    with redirected(trainer, written.parent) as save.parts:
-        save_as_trainer(trainer, written)
-    writer.start(save, asynchronous=True)
-    ended: list[float] = []
-    writer._written.add_done_callback(lambda _: ended.append(time.perf_counter()))
-    standstill = time.perf_counter() - started
-    compute(STEP_SECONDS if is_busy else 0.0)  # stands for the next forward and backward
-    if is_busy:
-        while not writer._written.done():
-            compute(0.1)
-    assert writer.wait() is None
-    while not ended:  # callbacks are called after waiting threads are woken
+    save_as_trainer(trainer, directory)
+    for file in directory.rglob(f"__{dist.get_rank()}_*.distcp"):
+        sync(file)
+    dist.barrier()
+    seconds = time.perf_counter() - started
+    distributed.run_on_main(lambda: shutil.rmtree(directory))
+    return seconds
+
+
+class BackgroundSaver:
+    """Saves as ShardedCheckpointCallback does. Every rank creates one.
+
+    Args:
+        trainer: what `make_trainer` returns.
+        directory: the output directory, which does not exist.
+    """
+
+    def __init__(self, trainer: Any, directory: Path) -> None:
+        from hf_fsdp_recipes import distributed
+        from hf_fsdp_recipes.saving.directory import OutputDirectory
+        from hf_fsdp_recipes.saving.saver import Saver
+
+        self._trainer = trainer
+        self._directory = OutputDirectory(directory)
+        distributed.run_on_main(lambda: self._directory.open("bench", None, 0))
+        self._saver = Saver(self._directory)
+
+    def save(self, work: Callable[[], Callable[[], None]]) -> dict[str, float]:
+        """Save once while this thread works, and return the seconds by name. Collective."""
+        import torch.distributed as dist
+
+        from hf_fsdp_recipes import distributed
+
+        tick = work()
+        ends = time.perf_counter() + TRAINING_SECONDS
+        ticks_before = tick_until(lambda: time.perf_counter() > ends, tick)
+        dist.barrier()
+        started = time.perf_counter()
+        save = self._start()
+        waited = time.perf_counter() - started
+        completed: list[float] = []
+        save.ended.add_done_callback(lambda _: completed.append(time.perf_counter()))
+        ticks = tick_until(lambda: bool(completed), tick)
+        save.ended.result()
+        distributed.run_on_main(lambda: shutil.rmtree(self._directory.path / save.written.name))
+        return {
+            f"{work.__name__}: waits": waited,
+            f"{work.__name__}: gap": max(ticks),
+            f"{work.__name__}: gap without a save": max(ticks_before),
+            f"{work.__name__}: step": statistics.mean(ticks) / statistics.mean(ticks_before),
+            f"{work.__name__}: complete": completed[0] - started,
+        }
+
+    def _start(self) -> Any:
+        """Do what the callback does while training waits. Return the save."""
+        from hf_fsdp_recipes import distributed
+        from hf_fsdp_recipes.saving.recorder import redirected
+        from hf_fsdp_recipes.saving.saver import Save
+
+        written = self._directory.workspace / "checkpoint-1"
+        save = Save(1, written, {"step": 1}, None, (None, None, None))
+        distributed.run_on_main(lambda: self._directory.begin(1))
+        with redirected(self._trainer, written.parent) as save.state:
+            save_as_trainer(self._trainer, written)
+        self._saver.start(save, asynchronous=True)
+        distributed.gather(None)
+        self._saver.complete(save)
+        return save
+
+    def copy_plainly(self) -> float:
+        """Copy the state to the memory of the last save; return the seconds. Collective."""
+        import torch.distributed as dist
+
+        from hf_fsdp_recipes.saving.host_copy import find_originals
+        from hf_fsdp_recipes.saving.recorder import redirected
+        from hf_fsdp_recipes.training.sharded_optimizer import local_part
+
+        with redirected(self._trainer, self._directory.workspace) as state:
+            save_as_trainer(self._trainer, self._directory.workspace)
+        originals = map(local_part, find_originals(state).values())
+        copies = map(local_part, self._saver._host_copy._copies)
+        pairs = list(zip(originals, copies, strict=True))
+        dist.barrier()
+        started = time.perf_counter()
+        for original, memory in pairs:
+            memory.copy_(original)
+        return time.perf_counter() - started
+
+
+def tick_until(is_done: Callable[[], bool], tick: Callable[[], None]) -> list[float]:
+    """Call `tick` until it is done; return the seconds from each call to the next."""
+    seconds: list[float] = []
+    mark = time.perf_counter()
+    while not is_done():
+        tick()
+        now = time.perf_counter()
+        seconds.append(now - mark)
+        mark = now
+    return seconds
+
+
+def idle() -> Callable[[], None]:
+    """Return a part of a step on an accelerator: Python queues kernels and waits for them."""
+
+    def tick() -> None:
+        sum(range(30_000))
         time.sleep(0.001)
-    return standstill, ended[0] - started
+
+    return tick
 
 
-def compute(seconds: float) -> None:
-    """Compute for `seconds`, as forward and backward do."""
+def busy() -> Callable[[], None]:
+    """Return a part of a step on the cores: it computes as forward and backward do."""
     import torch
 
     weight = torch.randn(1024, 1024)
     rows = torch.randn(256, 1024)
-    started = time.perf_counter()
-    while time.perf_counter() - started < seconds:
-        rows = torch.nn.functional.normalize(rows @ weight)
+
+    def tick() -> None:
+        torch.nn.functional.normalize(rows @ weight)
+
+    return tick
 
 
 def report(num_parameters: float, results: list[dict[str, float]]) -> list[str]:
     found = {key: max(result[key] for result in results) for key in results[0]}
     state_bytes = sum(result["bytes"] for result in results)
     rows = [
-        f"| {kind} | {found[kind]:.2f} | {found[kind] / found[STOCK]:.2f} |"
-        for kind in (STOCK, IDLE, BUSY)
+        f"| in the background, {work} cores "
+        f"| {found[f'{work}: waits']:.2f} ({found[f'{work}: waits'] / found[COPY]:.2f}) "
+        f"| {found[f'{work}: gap']:.3f} ({found[f'{work}: gap without a save']:.3f}) "
+        f"| {found[f'{work}: step']:.2f} "
+        f"| {found[f'{work}: complete']:.2f} ({found[f'{work}: complete'] / found[STOCK]:.2f}) |"
+        for work in ("idle", "busy")
     ]
     return [
         f"{num_parameters / 1e9:g}B parameters with AdamW in bf16, {state_bytes / 1e9:.1f} GB, "
         f"{len(results)} ranks.",
         "",
-        "| save, until complete and on disk | seconds | relative to Trainer's |",
-        "|---|---|---|",
+        "| | training waits, s (in plain copies) | largest gap then, s (without a save) "
+        "| time of a step then, relative | complete, s (relative to Trainer's) |",
+        "|---|---|---|---|---|",
+        f"| {COPY} | {found[COPY]:.2f} | | | |",
+        f"| {STOCK} | {found[STOCK]:.2f} ({found[STOCK] / found[COPY]:.2f}) | | "
+        f"| {found[STOCK]:.2f} (1) |",
         *rows,
         "",
-        f"Training stands still for {found['standstill']:.3f} s in the background, and for "
-        f"{found[STOCK]:.2f} s in Trainer's own save. Peak extra host memory of a rank: "
-        f"{found['extra'] / 1e6:,.0f} MB for a state of {results[0]['bytes'] / 1e6:,.0f} MB.",
+        f"Peak extra host memory of a rank: {found['extra'] / 1e6:,.0f} MB for a state of "
+        f"{results[0]['bytes'] / 1e6:,.0f} MB.",
         "",
     ]
 
