@@ -66,7 +66,7 @@ def measure(num_parameters: float, directory: Path) -> dict[str, float]:
 
     from hf_fsdp_recipes import distributed
     from hf_fsdp_recipes.saving.directory import RunDirectory
-    from hf_fsdp_recipes.saving.writer import Writer
+    from hf_fsdp_recipes.saving.saver import Writer
 
     trainer = make_trainer(num_parameters)
     run = RunDirectory(directory, "bench")
@@ -143,7 +143,7 @@ def save_in_background(trainer: Any, run: Any, writer: Any, is_busy: bool) -> tu
     Return the seconds in which training stands still, and until the checkpoint is complete.
     """
     from hf_fsdp_recipes.saving.recorder import redirected
-    from hf_fsdp_recipes.saving.writer import Save
+    from hf_fsdp_recipes.saving.saver import Save
 
     started = time.perf_counter()
     written = run.workspace / "checkpoint-1"

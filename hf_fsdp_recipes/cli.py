@@ -44,14 +44,20 @@ for command_with_fields in (plan, preflight, rehearse, sweep):
 def checkpoints(
     output_dir: Annotated[Path, Argument(help="Output directory of a run.")],
     verify: Annotated[bool, Option("--verify", help="Read every file and check its hash.")] = False,
+    accept: Annotated[
+        Optional[str], Option(help="Checkpoint whose files were changed on purpose, or its step.")
+    ] = None,
 ) -> None:
     """List a run's checkpoints.
 
     The exit status is 1 if the run cannot be resumed from any of them.
     """
+    from hf_fsdp_recipes.saving import resume
     from hf_fsdp_recipes.saving.directory import list_checkpoints, read_manifest, step_of
-    from hf_fsdp_recipes.saving.resume import find_damage
 
+    if accept is not None:
+        changed = resume.accept(output_dir / f"checkpoint-{accept.removeprefix('checkpoint-')}")
+        print(f"accepted: {', '.join(changed) or 'nothing has changed'}")
     num_usable = 0
     print(f"{'step':>8}  {'MB':>11}  {'ranks':>5}  state")
     for checkpoint in reversed(list_checkpoints(output_dir)):
@@ -63,7 +69,7 @@ def checkpoints(
         manifest = read_manifest(checkpoint) or {}
         damage = None
         if verify or not manifest:
-            damage = find_damage(checkpoint)
+            damage = resume.find_damage(checkpoint)
         else:
             for name, facts in manifest["files"].items():
                 if sizes.get(name) != facts["bytes"]:

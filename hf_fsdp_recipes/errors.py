@@ -23,6 +23,10 @@ class CheckpointError(RecipeError):
     """A checkpoint could not be written, or cannot be resumed from."""
 
 
+class WeightsError(CheckpointError):
+    """Weights contain NaN or infinity, so that training cannot go on."""
+
+
 class ExportError(RecipeError):
     """A model could not be exported.
 

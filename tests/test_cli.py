@@ -193,7 +193,14 @@ def test_checkpoints_are_listed_and_verify_finds_damage(tmp_path):
     assert [row[3] for row in rows[1:4]] == ["complete", "complete", "a.bin is missing or cut off"]
     assert "no readable manifest" in rows[4][3]
     verified = run(cli.app, ["checkpoints", str(tmp_path), "--verify"]).output.splitlines()
-    assert verified[1].endswith("complete") and verified[2].endswith("a.bin is damaged")
+    assert verified[1].endswith("complete")
+    assert (
+        f"a.bin is damaged. If it was changed on purpose: hf-fsdp checkpoints {tmp_path}"
+        in verified[2]
+    )
+    accepted = run(cli.app, ["checkpoints", str(tmp_path), "--accept", "10", "--verify"]).output
+    assert accepted.splitlines()[0] == "accepted: a.bin"
+    assert accepted.splitlines()[3].endswith("complete")
 
 
 def test_an_export_generates_and_a_missing_one_is_one_error(tiny_model, tmp_path):

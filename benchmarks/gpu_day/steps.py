@@ -29,7 +29,7 @@ from hf_fsdp_recipes.loading.load_model import load_model
 from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 from hf_fsdp_recipes.saving.callback import ShardedCheckpointCallback
 from hf_fsdp_recipes.saving.host_copy import HostCopy, find_tensors, local_part
-from hf_fsdp_recipes.saving.writer import Writer
+from hf_fsdp_recipes.saving.saver import Writer
 from hf_fsdp_recipes.training.arguments import parse_arguments
 from hf_fsdp_recipes.upstream import patches
 from tests.ranks.memory import PeakMemory

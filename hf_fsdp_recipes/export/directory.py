@@ -5,7 +5,9 @@ It has a temporary name until all files are written. Then it gets the first free
 
 import json
 import os
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from pathlib import Path
 from shutil import rmtree
@@ -16,11 +18,16 @@ from huggingface_hub import StateDictSplit
 from peft import PeftModel
 from torch.nn import Module
 from transformers import PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.files import PathLike
-from hf_fsdp_recipes.saving.directory import sync
+from hf_fsdp_recipes.saving.directory import LOCK, lock, set_aside, sync
 from hf_fsdp_recipes.upstream.transformers_internals import custom_object_save
+
+RUN_FILE = "run.json"  # says which run has made an export
+TEMPORARY = "-tmp-"  # in the name of an export that is being written
 
 
 def create(
@@ -37,35 +44,85 @@ def create(
         The path of the renamed directory.
     """
     wanted = Path(output_dir)
-    temporary = wanted.with_name(f".{wanted.name}-tmp")
-    try:
-        distributed.run_on_main(lambda: _start(temporary))
-        write(temporary)
-        return distributed.run_on_main(lambda: _finish(temporary, wanted, processor))
-    except BaseException:
-        if distributed.is_main():
-            rmtree(temporary, ignore_errors=True)
-        raise
+    # Another export may be under way, so each has a name of its own.
+    name = f".{wanted.name}{TEMPORARY}{secrets.token_hex(4)}"
+    temporary = wanted.with_name(distributed.from_main(name))
+    with ExitStack() as held:
+        try:
+            distributed.run_on_main(lambda: _start(temporary, wanted, held))
+            write(temporary)
+            return distributed.run_on_main(lambda: _finish(temporary, wanted, processor))
+        except BaseException:
+            if distributed.is_main():
+                rmtree(temporary, ignore_errors=True)
+            raise
 
 
-def _start(temporary: Path) -> None:
-    rmtree(temporary, ignore_errors=True)  # left by an export that was killed
-    temporary.mkdir(parents=True)
+def _start(temporary: Path, wanted: Path, held: ExitStack) -> None:
+    """Create the directory and lock it. Delete those of exports that were killed."""
+    for leftover in wanted.parent.glob(f".{wanted.name}{TEMPORARY}*"):
+        stream = lock(leftover / LOCK)
+        if stream is not None:
+            rmtree(leftover, ignore_errors=True)
+            stream.close()
+    stream = lock(temporary / LOCK)
+    if stream is not None:
+        held.enter_context(stream)
 
 
 def _finish(temporary: Path, wanted: Path, processor: Any) -> Path:
     if processor is not None:
         processor.save_pretrained(temporary)
+    (temporary / LOCK).unlink()
     for path in (temporary, *temporary.rglob("*")):
         sync(path)
+    return _rename_to_free_name(temporary, wanted)
+
+
+def _rename_to_free_name(directory: Path, wanted: Path) -> Path:
     final = wanted
     number = 0
     while os.path.lexists(final):
         number += 1
         final = wanted.with_name(f"{wanted.name}-{number}")
-    temporary.rename(final)
+    directory.rename(final)
     sync(final.parent)
     return final
+
+
+def read_run(export_dir: Path) -> dict[str, Any]:
+    """Return which run has made an export, and at which step. Empty: no run has made it."""
+    with suppress(OSError, ValueError):
+        facts = json.loads((export_dir / RUN_FILE).read_text())
+        if isinstance(facts, dict):
+            return facts
+    return {}
+
+
+def check_is_own(export_dir: Path, run_id: str) -> None:
+    """Raise an ExportError if a directory is there that is no export of this run. Rank 0 only."""
+    if os.path.lexists(export_dir) and read_run(export_dir).get("run") != run_id:
+        raise ExportError(
+            f"{export_dir} exists and is no export of this run. Move it, or choose another "
+            "directory for the export."
+        )
+
+
+def publish(written: Path, export_dir: Path, facts: Mapping[str, object]) -> Path:
+    """Make an export the newest one of its run. Rank 0 only.
+
+    An earlier export of the run is set aside. If something else has appeared there during training,
+    the export gets the next free name. `facts` are those that `read_run` returns.
+
+    Returns:
+        The export's path.
+    """
+    (written / RUN_FILE).write_text(json.dumps(facts, indent=1) + "\n")
+    sync(written / RUN_FILE)
+    sync(written)
+    if read_run(export_dir).get("run") == facts["run"]:
+        set_aside(export_dir)
+    return _rename_to_free_name(written, export_dir)
 
 
 def write_configs(
@@ -86,7 +143,9 @@ def write_configs(
         custom_object_save(model, directory, config=config)  # type: ignore[arg-type]
     config.save_pretrained(directory)
     if model.can_generate():
-        model.generation_config.save_pretrained(directory)
+        # As it came with the model. `save_pretrained` refuses some that `from_pretrained` loads.
+        file = directory / GENERATION_CONFIG_NAME
+        model.generation_config.to_json_file(file)
 
 
 def write_index(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_fsdp_recipes.errors import ExportError, describe
-from hf_fsdp_recipes.saving.writer import is_finite
+from hf_fsdp_recipes.saving.saver import is_finite
 from hf_fsdp_recipes.upstream.transformers_internals import str_to_torch_dtype
 
 PathLike = str | os.PathLike[str]

@@ -1,15 +1,14 @@
-"""The directories of a run. No kill leaves a partial `checkpoint-<step>`.
-
-A checkpoint gets its name, or loses it before it is deleted, by one rename.
+"""The output directory of a run. A checkpoint appears in it, and leaves it, by one rename.
 
     checkpoint-4/
         a complete checkpoint; its `manifest.json` lists all files with sizes and hashes
-    _saving-<run id>/
-        checkpoints that are being written or deleted; locked while the run's rank 0 lives
+    _saving/
+        checkpoints that are being written or deleted, and the lock of the run that trains
     _set-aside-<time>-checkpoint-6/
         a checkpoint renamed when a run resumed at an earlier step; never deleted
 
-The last two directories begin with `_`, so that Trainer does not upload them to the Hub.
+So no kill leaves a partial `checkpoint-<step>`. The last two names begin with `_`, so that Trainer
+does not upload these directories to the Hub.
 """
 
 import fcntl
@@ -17,12 +16,13 @@ import json
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
-from typing import Any, TextIO, TypedDict
+from typing import Any, TextIO
 
 import xxhash
 
@@ -31,16 +31,8 @@ from hf_fsdp_recipes.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-
-
-class FileFacts(TypedDict):
-    """What a manifest says of a file: its size and its hash."""
-
-    bytes: int
-    xxh3: str
-
-
-Files = dict[str, FileFacts]  # {path in the checkpoint: facts}
+WORKSPACE = "_saving"
+LOCK = "lock"
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
@@ -48,9 +40,10 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     checkpoints = [
         path
         for path in output_dir.glob("checkpoint-*")
-        if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
+        if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir() and not _is_exposed(path)
     ]
-    return sorted(checkpoints, key=step_of, reverse=True)
+    # `checkpoint-04` is an older one of the same step. See `begin`.
+    return sorted(checkpoints, key=lambda path: (step_of(path), path.name), reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -60,8 +53,11 @@ def step_of(checkpoint: Path) -> int:
 
 def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
     """Return a checkpoint's manifest, or None if it is missing, unreadable or damaged."""
+    file = checkpoint / MANIFEST
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        if not file.is_file():  # a pipe would never end
+            return None
+        manifest = json.loads(file.read_text())
         written_hash = manifest.pop("xxh3", None)
         # A manifest from version 0.x has no hash and is accepted.
         if written_hash not in (None, _hash(manifest)):
@@ -71,84 +67,126 @@ def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
             for name, facts in manifest["files"].items()
         }
         return manifest
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except Exception:  # a damaged one can raise any error
         return None
 
 
-class RunDirectory:
+def write_manifest(
+    checkpoint: Path,
+    facts: Mapping[str, object],
+    files: Mapping[str, dict],
+) -> None:
+    """Write a checkpoint's manifest and flush it to disk.
+
+    `files` maps each file's path in the checkpoint to its size and hash. `facts` are the other
+    entries.
+    """
+    manifest = {**facts, "files": dict(sorted(files.items()))}
+    manifest["xxh3"] = _hash(manifest)
+    file = checkpoint / MANIFEST
+    file.write_text(json.dumps(manifest, indent=1))
+    sync(file)
+
+
+class OutputDirectory:
     """The output directory of one run. Only rank 0 calls its methods.
 
     Args:
-        output_dir: Trainer's output directory.
-        run: the run's id.
+        path: Trainer's output directory.
     """
 
-    def __init__(self, output_dir: Path, run: str) -> None:
-        self.output_dir = output_dir
-        self.run = run
-        self.workspace = output_dir / f"_saving-{run}"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.workspace = path / WORKSPACE
         self._lock: TextIO | None = None
 
-    def open(self, resumed_step: int) -> None:
-        """Lock the directory for this run.
+    def open(self, run: str, resumed: str | None, step: int) -> None:
+        """Lock the directory, and make it ready for a run that continues at a step.
 
-        Deletes what killed processes left unfinished, and sets checkpoints of later steps aside.
+        Deletes what a killed run left unfinished, and sets checkpoints of later steps aside.
+
+        Args:
+            run: the run's id.
+            resumed: the checkpoint from which the run continues, if any.
+            step: the step at which it continues.
 
         Raises:
-            CheckpointError: a run that starts at step 0 finds checkpoints of another run, or the
-                same run is still running.
+            CheckpointError: another run trains here, or it has left checkpoints here. Nothing was
+                changed.
         """
-        others = [path for path in list_checkpoints(self.output_dir) if not self._is_own(path)]
-        if others and not resumed_step:
+        self._lock = lock(self.workspace / LOCK)
+        if self._lock is None:
+            raise CheckpointError(f"another run trains in {self.path}. End it first.")
+        found = list_checkpoints(self.path)
+        others = [path for path in found if (read_manifest(path) or {}).get("run") != run]
+        if resumed is not None and Path(resumed).absolute().parent.samefile(self.path):
+            others = []
+        if others:
+            self.close()
             raise CheckpointError(
-                f"{self.output_dir} holds {others[0].name} of an earlier run. Resume it with "
+                f"{self.path} holds {others[0].name} of an earlier run. Resume it with "
                 "--resume_from_checkpoint auto, in a script with "
                 "resume_from_checkpoint=latest_checkpoint(output_dir), or choose another "
                 "output_dir."
             )
-        for leftover in self.output_dir.glob("_saving-*"):
-            is_own = leftover == self.workspace
-            if resumed_step and not is_own:
-                continue
-            lock = _lock(leftover)
-            if lock is not None:
-                rmtree(leftover, ignore_errors=True)
-                lock.close()
-            elif is_own:
-                raise CheckpointError(
-                    f"another process still runs this run in {self.output_dir}. End it first."
-                )
-        self.workspace.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.workspace)
-        for checkpoint in list_checkpoints(self.output_dir):
-            if step_of(checkpoint) > resumed_step:
-                # Otherwise, the next resume would take it as the latest checkpoint.
-                aside = self.output_dir / f"_set-aside-{time.time_ns()}-{checkpoint.name}"
-                checkpoint.rename(aside)
-                logger.warning(
-                    "training continues at step %d, so %s is renamed to %s",
-                    resumed_step,
-                    checkpoint,
-                    aside.name,
-                )
+        self._clean()
+        for path in found:
+            if step_of(path) > step:
+                set_aside_later(path, step)
 
     def close(self) -> None:
         """Delete the workspace and unlock the directory."""
+        self._clean()
         rmtree(self.workspace, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
 
+    def begin(self, step: int) -> Path:
+        """Return the empty directory in which the checkpoint of a step is to be written.
+
+        If this step is already saved, that checkpoint is renamed to `checkpoint-0<step>` until it
+        is replaced. This is still a checkpoint's name, so a kill loses nothing. If a callback has
+        written files to `checkpoint-<step>` before the save, the new directory holds them.
+        """
+        final = self.path / f"checkpoint-{step}"
+        written = self.workspace / final.name
+        rmtree(written, ignore_errors=True)
+        if (final / MANIFEST).exists():
+            final.rename(_replaced(final))
+        elif final.exists():
+            final.rename(written)
+        written.mkdir(exist_ok=True)
+        return written
+
+    def expose(self, written: Path) -> None:
+        """Let `checkpoint-<step>` lead to the unfinished checkpoint, until `hide` is called.
+
+        So other callbacks can read its files, and add files.
+        """
+        (self.path / written.name).symlink_to(Path(WORKSPACE, written.name))
+
+    def hide(self, written: Path) -> None:
+        """End what `expose` began."""
+        if _is_exposed(self.path / written.name):
+            (self.path / written.name).unlink()
+
+    def keep_additions(self, written: Path) -> None:
+        """Copy what other callbacks had added to an earlier checkpoint of the same step."""
+        replaced = _replaced(self.path / written.name)
+        for name in (read_manifest(replaced) or {"files": {}})["files"]:
+            if not (written / name).exists():
+                (written / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(replaced / name, written / name)
+
     def publish(
         self,
         written: Path,
-        final: Path,
         facts: Mapping[str, object],
-        files: Files,
+        files: Mapping[str, dict],
     ) -> None:
-        """Add the manifest to a fully written checkpoint, and give it its final name.
+        """Flush a fully written checkpoint to disk, and give it its final name.
 
-        Before that, the checkpoint is flushed to disk. `facts` are the manifest's entries besides
-        `files`.
+        `facts` and `files` are as in `write_manifest`.
         """
         for name, file_facts in files.items():
             if (written / name).stat().st_size != file_facts["bytes"]:
@@ -156,39 +194,39 @@ class RunDirectory:
                     f"{written / name} differs from what was written. "
                     "Do all nodes share output_dir?"
                 )
-        manifest = {"run": self.run, **facts, "files": dict(sorted(files.items()))}
-        manifest["xxh3"] = _hash(manifest)
-        (written / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for path in [written / MANIFEST, *written.glob("**/")]:  # all directories, too
+        write_manifest(written, facts, files)
+        for path in written.glob("**/"):
             sync(path)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        while final.exists() and not self._is_own(final):
-            # Another callback has written files to this directory in on_save.
-            for path in final.iterdir():
-                path.rename(written / path.name)
-            with suppress(OSError):  # rmdir fails if another file has just been written
-                final.rmdir()
-        # This is still a checkpoint's name, so a kill loses nothing.
-        replaced = final.with_name(final.name.replace("-", "-0"))
-        if self._is_own(final):
-            # This step is already saved. Trainer may save it again when the epoch ends.
-            final.rename(replaced)
+        final = self.path / written.name
         written.rename(final)
-        sync(final.parent)
-        if replaced.exists():
-            self._delete(replaced)
+        sync(self.path)
+        if _replaced(final).exists():
+            self._delete(_replaced(final))
 
-    def prune(self, directory: Path, keep: int | None, best: str | None) -> None:
-        """Delete this run's oldest checkpoints until `keep` are left.
+    def discard(self, written: Path) -> None:
+        """Delete an unfinished checkpoint. The one that it was to replace gets its name back."""
+        final = self.path / written.name
+        self.hide(written)
+        rmtree(written, ignore_errors=True)
+        if _replaced(final).exists():
+            _replaced(final).rename(final)
 
-        Never deletes the latest or the best one. If `keep` is None, deletes none.
+    def prune(self, keep: int | None, best: str | None) -> None:
+        """Delete the oldest checkpoints until `keep` are left, as Trainer does.
+
+        Never deletes the latest or the best one. If `keep` is None or not positive, deletes none.
+        If a checkpoint cannot be deleted, warns.
         """
-        if not keep:
+        if keep is None or keep <= 0:
             return
-        own = [path for path in list_checkpoints(directory) if self._is_own(path)]
-        oldest = [path for path in reversed(own[1:]) if str(path) != best]
-        for checkpoint in oldest[: max(0, len(own) - keep)]:
-            self._delete(checkpoint)
+        found = list_checkpoints(self.path)
+        best_name = None if best is None else Path(best).name
+        oldest = [path for path in reversed(found[1:]) if path.name != best_name]
+        for checkpoint in oldest[: max(0, len(found) - keep)]:
+            try:
+                self._delete(checkpoint)
+            except OSError as error:
+                logger.warning("%s cannot be deleted: %s", checkpoint, error)
 
     def _delete(self, checkpoint: Path) -> None:
         """Delete a checkpoint, so that a kill meanwhile leaves no partial `checkpoint-<step>`."""
@@ -196,8 +234,28 @@ class RunDirectory:
         checkpoint.rename(doomed)
         rmtree(doomed, ignore_errors=True)
 
-    def _is_own(self, checkpoint: Path) -> bool:
-        return (read_manifest(checkpoint) or {}).get("run") == self.run
+    def _clean(self) -> None:
+        """Delete what is unfinished."""
+        for path in self.path.glob("checkpoint-*"):
+            self.hide(path)
+        for path in self.workspace.iterdir():
+            if path.name != LOCK:
+                rmtree(path, ignore_errors=True)
+
+
+def set_aside_later(directory: Path, step: int) -> None:
+    """Set aside what is of a later step than the one at which training continues, and warn."""
+    aside = set_aside(directory)
+    logger.warning(
+        "training continues at step %d, so %s is renamed to %s", step, directory, aside.name
+    )
+
+
+def set_aside(directory: Path) -> Path:
+    """Rename a directory, so that nothing takes it for the newest. Return its new path."""
+    aside = directory.with_name(f"_set-aside-{time.time_ns()}-{directory.name}")
+    directory.rename(aside)
+    return aside
 
 
 def sync(path: Path) -> None:
@@ -209,26 +267,39 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _hash(entries: Mapping[str, object]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(entries).encode())
+def lock(file: Path) -> TextIO | None:
+    """Lock a file and return it open, or None if another process holds the lock.
 
-
-def _lock(directory: Path) -> TextIO | None:
-    """Lock a workspace and return its open lock file, or None if another process holds the lock.
-
-    The lock lasts until the file is closed or this process ends. A file system without locks causes
+    The lock lasts until the file is closed or this process ends. Processes that this one has
+    forked, such as workers of a data loader, do not hold it. A file system without locks causes
     only a warning.
     """
-    stream = (directory / "lock").open("a")
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        stream.close()
-        return None
-    except OSError as error:
-        logger.warning(
-            "%s cannot be locked: %s. Start only one run in this directory at a time.",
-            directory,
-            error,
-        )
-    return stream
+    while True:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # its last owner has just deleted it
+            stream = file.open("a")
+            try:
+                fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):  # POSIX allows both
+                stream.close()
+                return None
+            except OSError as error:
+                logger.warning(
+                    "%s cannot be locked: %s. Start only one run in this directory at a time.",
+                    file.parent,
+                    error,
+                )
+            if os.path.samestat(file.stat(), os.fstat(stream.fileno())):
+                return stream
+
+
+def _replaced(checkpoint: Path) -> Path:
+    return checkpoint.with_name(checkpoint.name.replace("-", "-0"))
+
+
+def _is_exposed(path: Path) -> bool:
+    return path.is_symlink() and path.readlink().parent == Path(WORKSPACE)
+
+
+def _hash(entries: Mapping[str, object]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(entries).encode())

@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
@@ -22,15 +22,6 @@ PINNED_BYTES = 1024 * 1024  # smaller tensors gain nothing, and share their page
 USED_SHARE = 0.95  # of the memory that is left
 REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all CUDA contexts
 PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
-
-# What Accelerate passes to torch DCP: {"model": state dict} or {"optimizer": state dict}.
-State = Mapping[str, Mapping[str, object]]
-# The keys and indices that lead to a tensor in a nested state.
-TensorPath = tuple[object, ...]
-# A tensor's form and its view of memory. The form is what two tensors must have in common to be
-# copied to the same memory. The pair is equal for two names of one tensor, and differs between
-# tensors that have memory.
-Identity = tuple[object, object]
 
 
 class HostCopy:
@@ -54,22 +45,16 @@ class HostCopy:
         finalizer = weakref.finalize(self, unpin, self._pinned)
         finalizer.atexit = False
 
-    def check(self, originals: "Originals") -> None:
+    def check(self, state: Mapping[str, Any]) -> None:
         """Raise a CheckpointError if a state cannot be copied. Not a collective.
 
         Every rank of the node calls this before any of them calls `take`, which allocates memory.
         """
-        for path, tensor in find_tensors(originals.state):
-            local = local_part(tensor)
-            if type(local) not in PLAIN_CLASSES or local.layout != torch.strided:
-                name = ".".join(map(str, path))
-                raise CheckpointError(
-                    f"{name} is a {type(local).__name__}, which has no memory of its own"
-                )
-        if originals.forms == self._forms:
+        originals = find_originals(state)
+        if forms_of(originals) == self._forms:
             return
         # Other ranks need as much. What was allocated for another state is freed first.
-        needed_bytes = count_bytes(originals.tensors.values()) * self._num_ranks_on_node
+        needed_bytes = count_bytes(originals.values()) * self._num_ranks_on_node
         left_bytes = available_host_bytes() + count_bytes(self._copies) * self._num_ranks_on_node
         if needed_bytes > USED_SHARE * left_bytes:
             raise CheckpointError(
@@ -78,26 +63,33 @@ class HostCopy:
             )
 
     @torch.no_grad()
-    def take(self, originals: "Originals") -> Mapping[str, State]:
+    def take(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of a state. Not a collective.
 
-        Its tensors are in host memory, with the same dtypes, shapes and placements. A tensor with
-        two names is copied once. Mappings become dicts. Other values are copied by `copy.deepcopy`.
+        Args:
+            state: nested dicts, lists and tuples of tensors on any device, DTensors among them, and
+                of other values.
+
+        Returns:
+            The state with tensors in host memory, of the same dtypes, shapes and placements. A
+            tensor with two names is copied once. Mappings become dicts. Other values are copied by
+            `copy.deepcopy`.
         """
-        if originals.forms != self._forms:
+        originals = find_originals(state)
+        if forms_of(originals) != self._forms:
             self._allocate(originals)
-        copies = dict(zip(originals.tensors, self._copies, strict=True))
-        originals.synchronize()  # what another stream still computes, in host memory too
+        copies = dict(zip(originals, self._copies, strict=True))
+        synchronize(originals)  # what another stream still computes, in host memory too
         try:
-            for identity, original in originals.tensors.items():
+            for identity, original in originals.items():
                 local = local_part(original)
                 memory = local_part(copies[identity])
                 is_pinned = memory.data_ptr() in self._pinned
                 is_lazy = local.is_conj() or local.is_neg()  # then the host changes what was copied
                 memory.copy_(local, non_blocking=is_pinned and not is_lazy)
         finally:
-            originals.synchronize()  # before the memory can be read or freed
-        return map_tensors(originals.state, lambda tensor: copies[identify(tensor)])
+            synchronize(originals)  # before the memory can be read or freed
+        return map_tensors(state, lambda tensor: copies[identify(tensor)])
 
     def close(self) -> None:
         """Free the memory."""
@@ -105,9 +97,9 @@ class HostCopy:
         self._copies = []
         self._forms = []
 
-    def _allocate(self, originals: "Originals") -> None:
+    def _allocate(self, originals: Mapping[Any, Tensor]) -> None:
         self.close()
-        tensors = originals.tensors.values()
+        tensors = originals.values()
         self._copies = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
         num_cores = len(os.sched_getaffinity(0))
         # Let the kernel provide the new memory. Pinning would do this too, but with one thread,
@@ -118,7 +110,7 @@ class HostCopy:
         for original, memory in zip(tensors, self._copies, strict=True):
             if original.device.type == "cuda" and self._can_pin:
                 self._pin(local_part(memory), original.device)
-        self._forms = originals.forms
+        self._forms = forms_of(originals)
 
     def _pin(self, tensor: Tensor, device: torch.device) -> None:
         if tensor.nbytes < PINNED_BYTES:
@@ -139,30 +131,34 @@ class HostCopy:
             torch.ones(1, device=device).mul_(2)
 
 
-class Originals:
-    """The tensors of a state, without second names of a tensor.
+def find_originals(state: Mapping[str, Any]) -> dict[Any, Tensor]:
+    """Return {what identifies a tensor: tensor}, in the order of the state.
 
-    Args:
-        state: nested dicts, lists and tuples of tensors on any device, DTensors among them, and of
-            other values.
-
-    Attributes:
-        state: the same.
-        tensors: each tensor by its identity, in the order of the state.
-        forms: the forms of these tensors.
+    So a tensor with two names is found once. Raises a CheckpointError if a tensor cannot be copied.
     """
+    originals: dict[Any, Tensor] = {}
 
-    def __init__(self, state: Mapping[str, State]) -> None:
-        self.state = state
-        self.tensors: dict[Identity, Tensor] = {}
-        for _, tensor in find_tensors(state):
-            self.tensors.setdefault(identify(tensor), tensor)
-        self.forms = [form for form, _ in self.tensors]
+    def add(tensor: Tensor) -> Tensor:
+        local = local_part(tensor)
+        if type(local) not in PLAIN_CLASSES or local.layout != torch.strided:
+            raise CheckpointError(
+                f"the state has a {type(local).__name__}, which has no memory of its own"
+            )
+        return originals.setdefault(identify(tensor), tensor)
 
-    def synchronize(self) -> None:
-        """Wait for the accelerator, if a part of the state is on one."""
-        if any(tensor.device.type != "cpu" for tensor in self.tensors.values()):
-            torch.accelerator.synchronize()
+    map_tensors(state, add)
+    return originals
+
+
+def forms_of(originals: Mapping[Any, Tensor]) -> list[object]:
+    """Return the tensors' forms: two states of the same forms can be copied to the same memory."""
+    return [form for form, _ in originals]
+
+
+def synchronize(originals: Mapping[Any, Tensor]) -> None:
+    """Wait for the accelerator, if a tensor is on one."""
+    if any(tensor.device.type != "cpu" for tensor in originals.values()):
+        torch.accelerator.synchronize()
 
 
 def unpin(addresses: set[int]) -> None:
@@ -176,8 +172,11 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
-def identify(tensor: Tensor) -> Identity:
-    """Return a tensor's form and its view of memory."""
+def identify(tensor: Tensor) -> tuple[object, object]:
+    """Return a tensor's form and its view of memory.
+
+    The pair is equal for two names of one tensor, and differs between tensors that have memory.
+    """
     local = local_part(tensor)
     form = (
         tensor.shape,
@@ -193,17 +192,6 @@ def identify(tensor: Tensor) -> Identity:
         local.is_neg(),
     )
     return form, view
-
-
-def find_tensors(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
-    """Yield the tensors in nested dicts, lists and tuples, with the keys and indices to them."""
-    if isinstance(value, Tensor):
-        yield path, value
-    if type(value) in (list, tuple):
-        value = dict(enumerate(value))
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from find_tensors(item, (*path, key))
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

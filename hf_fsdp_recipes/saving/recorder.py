@@ -12,48 +12,59 @@ from torch import Tensor
 from transformers import Trainer
 
 from hf_fsdp_recipes.errors import CheckpointError
-from hf_fsdp_recipes.saving.host_copy import State
 from hf_fsdp_recipes.training.sharded_optimizer import local_part, to_sharded
 from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS
 from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR, PUSH_CHECKPOINT
 
 
 @contextlib.contextmanager
-def redirected(trainer: Trainer, directory: Path) -> Iterator[dict[str, State]]:
+def redirected(trainer: Trainer, directory: Path) -> Iterator[dict[str, Any]]:
     """Let Trainer save to another directory. What it passes to torch DCP is recorded, not written.
 
-    Yields a dict {folder: state dict} that is filled while Trainer saves. Its tensors share memory
-    with the parameters, the buffers and the optimizer. At the end, raises a CheckpointError if the
-    state is sharded but Trainer has passed nothing to torch DCP's `save`.
+    Yields a dict {folder: state dict} that is filled while Trainer saves. It stays empty if the
+    state is not sharded. Its tensors share memory with the parameters, the buffers and the
+    optimizer. At the end, raises a CheckpointError if the state is sharded but Trainer has passed
+    nothing to torch DCP's `save`.
     """
-    parts: dict[str, State] = {}
+    parts: dict[str, Any] = {}
 
     # Accelerate calls this for `pytorch_model_fsdp_0`, and again for `optimizer_0`.
-    def record(state_dict: State, *, storage_writer: dcp.FileSystemWriter, **_: object) -> None:
+    def record(
+        state_dict: dict[str, Any], *, storage_writer: dcp.FileSystemWriter, **_: object
+    ) -> None:
         parts[Path(storage_writer.checkpoint_id).name] = state_dict
 
-    plugin = trainer.accelerator.state.fsdp_plugin
-    is_sharded = plugin.state_dict_type.name == "SHARDED_STATE_DICT"
-    config = plugin.state_dict_config
-    # If it offloaded sharded state, this thread would copy the state now.
-    offloads = config.offload_to_cpu and not is_sharded
-    with (
-        mock.patch.object(trainer, GET_OUTPUT_DIR, lambda trial: str(directory)),
+    with contextlib.ExitStack() as replaced:
+
+        def replace(owner: object, name: str, value: object) -> None:
+            replaced.enter_context(mock.patch.object(owner, name, value))
+
+        replace(trainer, GET_OUTPUT_DIR, lambda trial: str(directory))
         # The push follows when the checkpoint is complete.
-        mock.patch.object(trainer, PUSH_CHECKPOINT, lambda folder: None),
-        mock.patch.object(dcp, "save", record),
-        mock.patch.object(config, "offload_to_cpu", offloads),
-    ):
+        replace(trainer, PUSH_CHECKPOINT, lambda folder: None)
+        if is_sharded(trainer):
+            replace(dcp, "save", record)
+            # If it offloaded sharded state, this thread would copy the state now.
+            config = trainer.accelerator.state.fsdp_plugin.state_dict_config
+            replace(config, "offload_to_cpu", False)
         yield parts
     for state in parts.values():
         if "optimizer" in state:
             add_unused_weights(state["optimizer"], trainer.model)
-    if is_sharded and not parts:
+    if is_sharded(trainer) and not parts:
         raise CheckpointError(
             "Accelerate passed nothing to torch.distributed.checkpoint.save, so nothing can be "
             "saved in the background. Install a tested version of accelerate, or remove "
             "ShardedCheckpointCallback."
         )
+
+
+def is_sharded(trainer: Trainer) -> bool:
+    """Return whether Trainer saves a state that is sharded by FSDP."""
+    if not trainer.is_fsdp_enabled:
+        return False
+    plugin: Any = trainer.accelerator.state.fsdp_plugin
+    return plugin.state_dict_type.name == "SHARDED_STATE_DICT"
 
 
 def add_unused_weights(optimizer: Any, model: Any) -> None:

@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate.utils import ParallelismConfig, parse_flag_from_env
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import CheckpointError, describe
-from hf_fsdp_recipes.saving.directory import list_checkpoints, read_manifest
-from hf_fsdp_recipes.saving.hashing import read_facts
-from hf_fsdp_recipes.upstream.torch_internals import (
-    PICKLED_IN_METADATA,
-    Metadata,
-    TensorStorageMetadata,
+from hf_fsdp_recipes.saving.directory import (
+    MANIFEST,
+    list_checkpoints,
+    read_manifest,
+    step_of,
+    write_manifest,
 )
+from hf_fsdp_recipes.saving.hashing import read_facts
+from hf_fsdp_recipes.upstream.torch_internals import TensorStorageMetadata, load_metadata
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -34,7 +39,8 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     It is meant for `trainer.train(resume_from_checkpoint=...)`. All files of a checkpoint are read,
     and their hashes are compared with the manifest. The ranks divide the files among them. No file
     is read with unrestricted pickle. An incomplete, damaged or unsafe checkpoint is skipped with a
-    warning. Checkpoints that Trainer wrote without FSDP have no hashes, so they are not checked.
+    warning. A checkpoint that Trainer wrote without ShardedCheckpointCallback and without FSDP has
+    no hashes, so it is not checked.
 
     Collective if the process group exists, as it does once TrainingArguments are created.
     Otherwise each rank reads all files.
@@ -75,13 +81,22 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[s
     wanted = manifest.get("global_batch_size")
     if wanted is None:
         return
-    rows_per_pass = args.train_batch_size * args.world_size
-    steps, remainder = divmod(wanted, rows_per_pass)
+    num_rows = args.train_batch_size
+    if getattr(args, "auto_find_batch_size", False):  # Trainer goes on with what it had found
+        state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+        num_rows = state.train_batch_size or num_rows
+    parallelism = getattr(args, "parallelism_config", None)
+    if parallelism is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        parallelism = ParallelismConfig()  # from the launcher's variables
+    # Ranks of one group for tensor or context parallelism train on the same rows.
+    group_size = 1 if parallelism is None else parallelism.non_data_parallel_size
+    num_replicas = args.world_size // group_size
+    steps, remainder = divmod(wanted, num_rows * num_replicas)
     if remainder:
         raise CheckpointError(
             f"{checkpoint} was saved with a global batch of {wanted} rows, which "
-            f"{args.world_size} ranks with {args.train_batch_size} rows each cannot train. "
-            f"Set per_device_train_batch_size to a divisor of {wanted / args.world_size:g}, "
+            f"{num_replicas} ranks with {num_rows} rows each cannot train. "
+            f"Set per_device_train_batch_size to a divisor of {wanted / num_replicas:g}, "
             "or change the number of ranks."
         )
     args.gradient_accumulation_steps = steps
@@ -97,20 +112,27 @@ def find_damage(
 
     Return what is wrong with them, or None if they are intact.
     """
+    way_back = f"hf-fsdp checkpoints {checkpoint.parent} --accept {checkpoint.name}"
     manifest = read_manifest(checkpoint)
     if manifest is None:
         has_weights = any(checkpoint.glob("*.safetensors"))
         has_shards = any(checkpoint.rglob("*.distcp"))
         if has_weights and not has_shards and (checkpoint / "trainer_state.json").is_file():
             return None  # Trainer wrote this checkpoint without FSDP
-        return "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it"
+        return (
+            "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it. "
+            f"If its files are all there: {way_back}"
+        )
     files = manifest["files"]
     names = [name for name in files if name.startswith(prefix)]
     names.sort(key=lambda name: files[name]["bytes"])
     for name in names[part::num_parts]:
+        path = checkpoint / name
         try:
-            if read_facts(checkpoint / name) != files[name]:
-                return f"{name} is damaged"
+            if not path.resolve().is_relative_to(checkpoint.resolve()) or not path.is_file():
+                return f"{name} is no file of this checkpoint"
+            if read_facts(path) != files[name]:
+                return f"{name} is damaged. If it was changed on purpose: {way_back}"
         except (OSError, ValueError) as error:
             return f"{name} is unusable: {describe(error)}"
     # Also check `.metadata` files that the manifest does not list, because DCP would read them.
@@ -123,6 +145,23 @@ def find_damage(
     return None
 
 
+def accept(checkpoint: Path) -> list[str]:
+    """Write a new manifest for a checkpoint whose files were changed on purpose.
+
+    Returns:
+        The names of the files that are not as the callback has written them.
+    """
+    manifest = read_manifest(checkpoint) or {"step": step_of(checkpoint), "files": {}}
+    files = {}
+    for path in checkpoint.rglob("*"):
+        name = str(path.relative_to(checkpoint))
+        if path.is_file() and name != MANIFEST:
+            files[name] = read_facts(path)
+    before = manifest["files"]
+    write_manifest(checkpoint, manifest, files)
+    return [name for name in before | files if before.get(name) != files.get(name)]
+
+
 def check_pickles(directory: Path) -> None:
     """Raise an UnpicklingError if torch DCP would run code from a file of this directory.
 
@@ -133,7 +172,7 @@ def check_pickles(directory: Path) -> None:
     # DCP also reads `__<rank>.metadata`.
     for path in {directory / ".metadata", *directory.glob("*.metadata")}:
         with path.open("rb") as stream:
-            metadata: Metadata = _MetadataUnpickler(stream).load()
+            metadata = load_metadata(stream)
         # A forged dict may have an `items` of its own, which hides its entries.
         for index, info in dict.items(metadata.storage_data):
             if type(metadata.state_dict_metadata[index.fqn]) is TensorStorageMetadata:
@@ -145,13 +184,3 @@ def check_pickles(directory: Path) -> None:
             with (directory / info.relative_path).open("rb") as stream:
                 stream.seek(info.offset)
                 torch.load(io.BytesIO(stream.read(info.length)), weights_only=True)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> object:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in PICKLED_IN_METADATA.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(
-            f"it refers to {module}.{name}, which torch does not write there"
-        )

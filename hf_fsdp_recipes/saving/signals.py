@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_fsdp_recipes import distributed
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # prctl's number for this option, from linux/prctl.h
 
@@ -19,15 +21,12 @@ class StepFlags:
     host memory. It starts before the optimizer step and runs during the step.
 
     Args:
-        group: a gloo group of all ranks that nothing else uses, or None if there is only one
-            process.
         listen: whether to install handlers for STOP_SIGNALS, and to ask the kernel for SIGTERM if
             the launcher dies. This has an effect only in the main thread, because Python allows
             handlers only there.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, listen: bool) -> None:
-        self._group = group
+    def __init__(self, listen: bool) -> None:
         self._signal = 0
         self._flags = torch.zeros(2, dtype=torch.int32)
         self._work: dist.Work | None = None
@@ -41,20 +40,21 @@ class StepFlags:
         self._signal = number
 
     def start(self, has_failed: bool) -> None:
-        """Start the exchange. Collective."""
+        """Start an exchange, after the last one. Collective, in the main thread."""
+        self.finish()
         self._flags = torch.tensor([self._signal, has_failed], dtype=torch.int32)
-        if self._group is not None:
+        if distributed.is_distributed():
             self._work = dist.all_reduce(
                 self._flags,
                 dist.ReduceOp.MAX,
-                self._group,
+                distributed.host_group(),
                 async_op=True,
             )
 
     def finish(self) -> tuple[int, bool]:
-        """Return the signal that any rank got, or 0, and whether any rank's save has failed.
+        """Wait for the exchange that has been started, if any. Collective.
 
-        Collective.
+        Return the signal that any rank got, or 0, and whether any rank's save has failed.
         """
         if self._work is not None:
             self._work.wait()
@@ -66,3 +66,5 @@ class StepFlags:
         """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._previous:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)

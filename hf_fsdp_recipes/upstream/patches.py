@@ -28,6 +28,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from hf_fsdp_recipes.errors import PatchError, RecipeError
 from hf_fsdp_recipes.upstream.torch_internals import check_saving
+from hf_fsdp_recipes.upstream.transformers_internals import check_trainer
 from hf_fsdp_recipes.upstream.versions import patch_error
 
 # The attribute of a model that holds its `Loader` until the weights are loaded.
@@ -147,23 +148,24 @@ def _wrap_by_size(
 
 
 # Trainer offers no way to change how a checkpoint is written without also changing when it is
-# written. Proposal for upstream: a strategy object for `Trainer._save_checkpoint`, or a callback
-# event around this method.
-SAVE_CHECKPOINT = Patch(
+# written, and no event that surely comes after an error. Proposal for upstream: a strategy object
+# for `Trainer._save_checkpoint`, and a context around the training loop.
+TRAINING_LOOP = Patch(
     "transformers.trainer",
-    "Trainer._save_checkpoint",
-    ("self", "model", "trial"),
+    "Trainer._inner_training_loop",
+    ("self", "batch_size", "args", "resume_from_checkpoint", "trial"),
     "load_model and export_model work without it",
 )
 
 
-def _save_checkpoint(original: Callable, self: Any, model: nn.Module, trial: Any) -> None:
+def _run_training_loop(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     for callback in self.callback_handler.callbacks:
-        # The callback's `save` is public only for this call, while a run under FSDP trains.
-        if getattr(callback, "saves_checkpoints", False):
-            callback.save(self, functools.partial(original, self, model, trial), trial)
-            return
-    original(self, model, trial)
+        # `train_with` of our callback is public only for this call.
+        if hasattr(callback, "train_with"):
+            loop = functools.partial(original, self, *args, **kwargs)
+            checkpoint = kwargs.get("resume_from_checkpoint")
+            return callback.train_with(self, loop, checkpoint, kwargs.get("trial"))
+    return original(self, *args, **kwargs)
 
 
 # With an FSDP plugin, Accelerate turns MULTI_GPU into FSDP. For MULTI_CPU, it silently ignores the
@@ -217,7 +219,8 @@ def apply_for_loading() -> None:
 
 def apply_for_saving() -> None:
     """Let a `ShardedCheckpointCallback` save its trainer's checkpoints. Idempotent."""
-    SAVE_CHECKPOINT.apply(_save_checkpoint)
+    TRAINING_LOOP.apply(_run_training_loop)
+    check_trainer()
     check_saving()
 
 

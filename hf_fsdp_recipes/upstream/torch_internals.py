@@ -1,10 +1,13 @@
 """Names of torch that are private or not in its documentation, and why each is needed."""
 
+import pickle
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem  # opens the files of a checkpoint
 from torch.distributed.checkpoint.metadata import (
     Metadata,  # what a `.metadata` file holds
     TensorStorageMetadata,  # marks tensors in it
@@ -65,11 +68,37 @@ def set_local_tensor(sharded: DTensor, local: torch.Tensor) -> None:
     sharded._local_tensor = local
 
 
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in PICKLED_IN_METADATA.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(
+            f"it refers to {module}.{name}, which torch does not write there"
+        )
+
+
+def load_metadata(stream: BinaryIO) -> Metadata:
+    """Return what a `.metadata` file holds. Raises an UnpicklingError if it would run code."""
+    return _MetadataUnpickler(stream).load()
+
+
 def check_saving() -> None:
     """Raise a PatchError if torch lacks an attribute that each save sets."""
     remains = "load_model and export_model work without it"
-    for owner, name in ((DefaultSavePlanner(), "_cached_plans_key"), (FileSystemWriter(""), "fs")):
-        check(hasattr(owner, name), "torch", name, remains)
+    writer = FileSystemWriter("")
+    check(hasattr(DefaultSavePlanner(), "_cached_plans_key"), "torch", "_cached_plans_key", remains)
+    check(hasattr(writer, "fs"), "torch", "fs", remains)
+    check(hasattr(writer.fs, "create_stream"), "torch", "create_stream", remains)
+
+
+def make_writer(folder: Path, open_file: Callable) -> FileSystemWriter:
+    """Return a writer that opens its files with `open_file(path, mode)`, a context manager."""
+    # By default, torch copies tensors before it writes them. This copy synchronizes the stream that
+    # training uses. `open_file` flushes files to disk, so `sync_files` is not needed.
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0, sync_files=False)
+    writer.fs.create_stream = open_file  # type: ignore[method-assign]
+    return writer
 
 
 def make_save_planner(folder: str) -> DefaultSavePlanner:

@@ -34,11 +34,25 @@ CONVERSIONS = "_weight_conversions"  # a model's: how files were converted; savi
 ATTENTION = "_attn_implementation"  # a config's: for a message
 GET_OUTPUT_DIR = "_get_output_dir"  # a trainer's: returns the directory of a run's checkpoints
 PUSH_CHECKPOINT = "_push_from_checkpoint"  # uploads a checkpoint if `hub_strategy` says so
+SAVE_CHECKPOINT = "_save_checkpoint"  # saves a checkpoint
+RUN_EPOCH = "_run_epoch"  # trains an epoch
+FINALIZE = "_finalize_training"  # loads the best model after the last epoch
+# Attributes of Trainer that `ShardedCheckpointCallback` replaces in one trainer while it trains.
+REPLACED = (GET_OUTPUT_DIR, PUSH_CHECKPOINT, SAVE_CHECKPOINT, RUN_EPOCH, FINALIZE)
 
 
 def metrics_of(trainer: Any) -> dict[str, dict]:
     """Return the metrics that TRL's trainers have not logged yet, by "train" and "eval"."""
     return trainer._metrics
+
+
+def check_trainer() -> None:
+    """Raise a PatchError if Trainer lacks a method that `ShardedCheckpointCallback` replaces."""
+    from transformers import Trainer
+
+    for name in REPLACED:
+        remains = "load_model and export_model work without it"
+        check(hasattr(Trainer, name), "transformers", f"Trainer.{name}", remains)
 
 
 def get_builder(model_class: type[PreTrainedModel]) -> Callable[..., PreTrainedModel]:

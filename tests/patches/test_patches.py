@@ -11,6 +11,7 @@ import torch
 
 from hf_fsdp_recipes import ShardedCheckpointCallback
 from hf_fsdp_recipes.errors import CheckpointError, PatchError
+from hf_fsdp_recipes.saving.run import Run
 from hf_fsdp_recipes.upstream import patches
 from hf_fsdp_recipes.upstream.versions import TESTED
 
@@ -18,7 +19,7 @@ from hf_fsdp_recipes.upstream.versions import TESTED
 USES = [
     (patches.FILL_SHARDS, patches.apply_for_loading),
     (patches.WRAP_BY_SIZE, patches.apply_for_loading),
-    (patches.SAVE_CHECKPOINT, ShardedCheckpointCallback),
+    (patches.TRAINING_LOOP, ShardedCheckpointCallback),
     (patches.CPU_RANKS, patches.enable_cpu_ranks),
 ]
 
@@ -72,12 +73,10 @@ def test_a_moved_target_is_one_error_that_says_what_still_works(monkeypatch, pat
 
 
 def test_a_save_by_other_means_than_the_replaced_method_is_an_error():
-    callback = ShardedCheckpointCallback()
-    callback.on_save(None, SimpleNamespace(global_step=3), None)  # without FSDP, Trainer saves
-    callback._writer, callback._saved_step = "a writer", 3
-    callback.on_save(None, SimpleNamespace(global_step=3), None)
+    args = SimpleNamespace(save_on_each_node=False, push_to_hub=False)
+    run = Run(ShardedCheckpointCallback(), SimpleNamespace(args=args), None, None, "id")
     with pytest.raises(CheckpointError, match="without _save_checkpoint"):
-        callback.on_save(None, SimpleNamespace(global_step=4), None)
+        run.on_save(args, SimpleNamespace(global_step=4), None)
 
 
 MODEL = torch.nn.Linear(2, 2)
@@ -91,7 +90,7 @@ ON_GPUS = SimpleNamespace(_shared_state={}, distributed_type="MULTI_GPU", _mixed
     [
         (*USES[0], ("accelerator", MODEL), {}),
         (*USES[1], (BY_LAYER, MODEL), {}),
-        (*USES[2], (TRAINER, MODEL, None), {}),
+        (*USES[2], (TRAINER, 1, None, None, None), {}),
         (*USES[3], (ON_GPUS, "no"), {"fsdp_plugin": None}),
         (*USES[3], (ON_GPUS, "no"), {"fsdp_plugin": "a plugin"}),
     ],

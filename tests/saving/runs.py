@@ -106,7 +106,7 @@ def describe(trainer):
     Collective.
     """
     state = trainer.state
-    optimizer = trainer.optimizer.state
+    optimizer = trainer.optimizer.state if trainer.optimizer else {}  # refused before training
     parameters = sorted(trainer.model.named_parameters())
     return {
         "losses": {entry["step"]: entry["loss"] for entry in state.log_history if "loss" in entry},
@@ -154,9 +154,6 @@ def train(output, *, stock=False, resume=True, callback=None, prepare=None, **op
         trainer.train(resume_from_checkpoint=checkpoint)
     except CheckpointError as found:
         error = str(found)
-    except SystemExit as found:  # without a status: the run was complete
-        if found.code:
-            raise
     resumed = checkpoint and Path(checkpoint).name
     outcome = {"resumed": resumed, "warnings": warnings, "notes": trainer.notes, "error": error}
     return describe(trainer) | outcome
@@ -174,16 +171,16 @@ def on(trainer, event, action):
 
 def before_writing(fragment, action):
     """Call `action` before this rank writes a sharded file whose path contains `fragment`."""
-    from hf_fsdp_recipes.saving.hashing import HashingFileSystem
+    from hf_fsdp_recipes.saving import hashing
 
-    create_stream = HashingFileSystem.create_stream
+    open_hashed = hashing.open_hashed
 
-    def act(self, path, mode):
+    def act(files, path, mode):
         if fragment in str(path):
             action()
-        return create_stream(self, path, mode)
+        return open_hashed(files, path, mode)
 
-    HashingFileSystem.create_stream = act
+    hashing.open_hashed = act
 
 
 def collect_warnings():

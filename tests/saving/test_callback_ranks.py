@@ -22,8 +22,8 @@ def _save_step_3_and_write_into_it(trainer):
 
     def write(state, control):
         checkpoint = Path(trainer.args.output_dir, f"checkpoint-{state.global_step}")
-        trainer.notes.append((state.global_step, (checkpoint / "manifest.json").is_file()))
-        checkpoint.mkdir(exist_ok=True)
+        has_weights = (checkpoint / "pytorch_model_fsdp_0" / ".metadata").is_file()
+        trainer.notes.append((state.global_step, has_weights))
         (checkpoint / f"extra-{rank()}.txt").write_text("of another callback")
 
     on(trainer, "on_step_end", ask)
@@ -41,7 +41,7 @@ def test_a_save_that_a_users_callback_asks_for_is_complete_and_keeps_what_on_sav
     ]
     assert len(list(tmp_path.glob("checkpoint-3/extra-*"))) == 2
     assert [[step for step, _ in result["notes"]] for result in results] == [[3], [3]]
-    if not asynchronous:  # then on_save finds the complete checkpoint
+    if not asynchronous:  # then on_save finds the sharded weights
         assert [result["notes"] for result in results] == [[(3, True)]] * 2
 
 
@@ -49,22 +49,16 @@ def _save_at_the_end_of_epochs(trainer):
     on(trainer, "on_epoch_end", lambda state, control: setattr(control, "should_save", True))
 
 
-def test_a_run_deletes_its_own_checkpoints_only_and_starts_in_no_other_runs_directory(
-    run, tmp_path
-):
+def test_a_run_deletes_old_checkpoints_and_starts_in_no_other_runs_directory(run, tmp_path):
     # Two steps in an epoch.
     options = {"max_steps": -1, "save_total_limit": 1, "per_device_train_batch_size": 12}
     # This saves step 2 twice.
     run(tmp_path, num_train_epochs=1, prepare=_save_at_the_end_of_epochs, **options)
     assert steps_in(tmp_path) == [2]
-    (tmp_path / "checkpoint-1").mkdir()
-    (tmp_path / "checkpoint-1" / "notes.txt").write_text("of the user")
     refused = run(tmp_path, num_train_epochs=3, resume=False, **options)[1]
     assert "of an earlier run" in refused["error"]
     resumed = run(tmp_path, num_train_epochs=3, save_strategy="epoch", **options)
     assert {result["resumed"] for result in resumed} == {"checkpoint-2"}
-    assert (tmp_path / "checkpoint-1" / "notes.txt").is_file()
-    shutil.rmtree(tmp_path / "checkpoint-1")
     assert steps_in(tmp_path) == [6] and [path.name for path in tmp_path.iterdir()] == [
         "checkpoint-6"
     ]
@@ -106,9 +100,11 @@ def test_without_fsdp_trainer_saves_and_the_callback_exports(tmp_path):
     environment = {"ACCELERATE_USE_CPU": "true"}
     whole = run_ranks(function, 2, environment=environment)[0]
     files = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
-    assert {"optimizer.pt", "model.safetensors"} <= files and "manifest.json" not in files
+    assert {"optimizer.pt", "model.safetensors", "manifest.json"} <= files
+    assert steps_in(tmp_path) == [2, 4]
     assert (tmp_path / "export" / "model.safetensors").is_file()
     shutil.rmtree(tmp_path / "checkpoint-4")
+    shutil.rmtree(tmp_path / "export")
     assert run_ranks(function, 2, environment=environment)[0] == whole | {"resumed": "checkpoint-2"}
 
 
@@ -130,17 +126,16 @@ def test_two_trainers_of_different_models_in_one_process_save_their_own_state(ru
 
 def _write_late(trainer):
     """Let each save be written only when two more steps have changed the state."""
-    from hf_fsdp_recipes.saving.writer import Writer
+    from hf_fsdp_recipes.saving.saver import Saver
 
-    write = Writer._write
+    write = Saver._write
 
-    def write_late(self, save, checked):
-        save_step = int(save.final.name.removeprefix("checkpoint-"))
-        while trainer.state.global_step < min(save_step + 2, trainer.args.max_steps):
+    def write_late(self, save):
+        while trainer.state.global_step < min(save.step + 2, trainer.args.max_steps):
             time.sleep(0.01)
-        write(self, save, checked)
+        return write(self, save)
 
-    Writer._write = write_late
+    Saver._write = write_late
 
 
 def test_steps_after_a_save_do_not_change_what_is_written(run, tmp_path):
@@ -162,7 +157,7 @@ def _have_no_memory_on_rank_1(trainer):
 def _fail_to_copy_on_rank_1(trainer):
     from hf_fsdp_recipes.saving.host_copy import HostCopy
 
-    def fail(self, originals):
+    def fail(self, state):
         raise RuntimeError("can't allocate memory")
 
     if rank() == 1:

@@ -19,10 +19,8 @@ def _fail():
 
 
 def _wait_for_save(trainer):
-    writer = next(
-        c for c in trainer.callback_handler.callbacks if hasattr(c, "saves_checkpoints")
-    )._writer
-    while writer._written is not None and not writer._written.done():
+    save = trainer.callback_handler.callbacks[-1]._save
+    while save is not None and not save.ended.done():
         time.sleep(0.01)
 
 
@@ -120,7 +118,7 @@ def test_weights_with_nan_do_not_replace_a_usable_checkpoint(run, tmp_path):
 def _have_no_locks(trainer):
     import fcntl
 
-    fcntl.flock = lambda *arguments: _fail()
+    fcntl.lockf = lambda *arguments: _fail()
 
 
 def test_a_file_system_without_locks_is_a_warning(run, tmp_path):

@@ -12,24 +12,27 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_recipes.saving.directory import RunDirectory
+from hf_fsdp_recipes.saving.directory import OutputDirectory, list_checkpoints
 from hf_fsdp_recipes.saving.hashing import read_facts
 from tests.ranks.harness import start_ranks
 from tests.saving.runs import before_writing, steps_in, train
 
 forking = multiprocessing.get_context("fork")
 ROOT = Path(__file__).resolve().parents[2]
-EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+EVENTS = ("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
 def _save(run, step, published):
-    written = run.workspace / f"checkpoint-{step}"
-    (written / "part").mkdir(parents=True)
+    written = run.begin(step)
+    (written / "part").mkdir()
     (written / "part" / "data").write_bytes(os.urandom(10))
-    files = {"part/data": read_facts(written / "part" / "data")}
-    run.publish(written, run.output_dir / written.name, {"step": step}, files)
+    run.expose(written)
+    (run.path / written.name / "extra").write_text("of another callback")
+    run.hide(written)
+    files = {name: read_facts(written / name) for name in ("part/data", "extra")}
+    run.publish(written, {"step": step}, files)
     published[0] = step
-    run.prune(run.output_dir, 1, None)
+    run.prune(1, None)
 
 
 def _save_until_killed(output, event_of_kill, published):
@@ -44,8 +47,8 @@ def _save_until_killed(output, event_of_kill, published):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(see)
-    run = RunDirectory(output, "run")
-    run.open(published[0])
+    run = OutputDirectory(output)
+    run.open("run", None, 0)
     for step in (2, 2, 4):
         _save(run, step, published)
     run.close()
@@ -64,9 +67,12 @@ def test_no_file_operation_of_a_save_is_a_wrong_moment_for_a_kill(tmp_path):
         assert process.exitcode == -signal.SIGKILL
         steps = steps_in(output)
         assert max(steps, default=0) >= published[0], f"lost after event {event_of_kill}"
-        RunDirectory(output, "run").open(resumed_step=max(steps, default=0))  # the next start
+        latest = next(iter(list_checkpoints(output)), None)
+        resumed = latest and str(latest)
+        OutputDirectory(output).open("run", resumed, max(steps, default=0))  # the next start
         assert steps_in(output) == steps
-        assert len(list(output.glob("_saving-run/*"))) == 1  # the lock
+        assert len(list(output.glob("_saving/*"))) == 1  # the lock
+        assert not any(path.is_symlink() for path in output.iterdir())
     assert event_of_kill > 60 and steps_in(output) == [4] and len(list(output.iterdir())) == 1
 
 
@@ -81,9 +87,7 @@ def test_a_run_killed_while_it_writes_resumes_exactly(fsdp, run, tmp_path):
     for process in processes:
         process.join(60)
     assert -signal.SIGKILL in {process.exitcode for process in processes}
-    assert (
-        steps_in(tmp_path / "run") == [2] and len(list((tmp_path / "run").glob("_saving-*"))) == 1
-    )
+    assert steps_in(tmp_path / "run") == [2] and len(list((tmp_path / "run").glob("_saving"))) == 1
     resumed = run(tmp_path / "run")[0]
     assert resumed == uninterrupted | {"resumed": "checkpoint-2"}
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [

@@ -1,0 +1,354 @@
+"""What Trainer's events do to the saves of one training loop."""
+
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from accelerate.utils import extract_model_from_parallel
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+
+from hf_fsdp_recipes import distributed
+from hf_fsdp_recipes.errors import CheckpointError, WeightsError, describe
+from hf_fsdp_recipes.export.directory import write_description
+from hf_fsdp_recipes.saving.directory import OutputDirectory
+from hf_fsdp_recipes.saving.recorder import redirected
+from hf_fsdp_recipes.saving.saver import Save, Saver, check_finite
+from hf_fsdp_recipes.saving.signals import StepFlags
+from hf_fsdp_recipes.training.units import train_like_one_process
+from hf_fsdp_recipes.upstream.transformers_internals import (
+    FINALIZE,
+    PUSH_CHECKPOINT,
+    RUN_EPOCH,
+    SAVE_CHECKPOINT,
+)
+
+logger = logging.getLogger(__name__)
+
+EXIT_PREEMPTED = 85  # exit status of each rank when a signal stops the run and the save is complete
+STATE_KEY = "ShardedCheckpoints"  # key of the run's id in `TrainerState.stateful_callbacks`
+MAX_FAILURES = 2  # failed saves in a row after which training stops
+
+
+class Run(TrainerCallback):
+    """One training loop. While it runs, this is the last of the trainer's callbacks.
+
+    Args:
+        callback: the callback that runs the loop, with its arguments.
+        trainer: the trainer.
+        trial: the trial of a hyperparameter search, if there is one.
+        directory: the run's output directory, which rank 0 has opened.
+        run_id: the run's id.
+    """
+
+    def __init__(
+        self,
+        callback: Any,  # a ShardedCheckpointCallback
+        trainer: Any,  # a Trainer
+        trial: object,
+        directory: OutputDirectory,
+        run_id: str,
+    ) -> None:
+        self.trainer = trainer
+        self.run_id = run_id
+        self.is_complete = False  # whether the run had all of its steps when it was started
+        self._callback = callback
+        self._trial = trial
+        self._directory = directory
+        self._saver = Saver(directory)
+        self._is_asynchronous = distributed.from_main(
+            callback.asynchronous and not trainer.args.push_to_hub
+        )
+        self._stop_signal = 0
+        self._save: Save | None = None  # the save in flight
+        self._saved_step = -1  # the step of the last save, in flight or ended
+        self._error: BaseException | None = None  # of the last save
+        self._num_failures = 0  # failed saves in a row
+        self._opened = ExitStack()  # undoes what this run does to the trainer and the process
+
+    def train(self, loop: Callable[[], Any]) -> Any:
+        """Run Trainer's training loop and return its result. Collective.
+
+        When this returns or raises an error, the save in flight has ended, and the trainer and the
+        process are as before.
+        """
+        with self._opened:
+            self._opened.callback(self._end)
+            callbacks = self.trainer.callback_handler.callbacks
+            callbacks.append(self)
+            self._opened.callback(callbacks.remove, self)
+            self._replace(SAVE_CHECKPOINT, self._save_checkpoint)
+            self._replace(FINALIZE, self._finalize)
+            return loop()
+
+    def _replace(self, name: str, replacement: Callable) -> None:
+        """Replace a method of the trainer by `replacement(the method, ...)`."""
+        replaced = partial(replacement, getattr(self.trainer, name))
+        self._opened.enter_context(mock.patch.object(self.trainer, name, replaced))
+
+    def _end(self) -> None:
+        if self._save is not None and self._save.ended is None:
+            # Not all callbacks have added their files, so the checkpoint cannot be completed.
+            self._save.error = CheckpointError("training has ended with an error")
+            self._saver.complete(self._save)
+        self._saver.close()
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: object,
+    ) -> None:
+        """Install the signal handlers. If the run is complete, let Trainer skip its epochs."""
+        states: Any = state.stateful_callbacks  # annotated as a list, but a dict
+        states[STATE_KEY] = {"run": self.run_id}
+        self._kept_best = _best(state)
+        if self.trainer.is_fsdp_enabled:
+            train_like_one_process(self.trainer.model)
+        self._flags = StepFlags(self._callback.signals)
+        self._opened.callback(self._flags.close)
+        self.is_complete = state.max_steps <= state.global_step
+        if self.is_complete:
+            distributed.print_main(
+                f"the run is complete: checkpoint-{state.global_step} has all of its steps"
+            )
+            # Otherwise, Trainer would train one more step of an unfinished epoch.
+            self._replace(RUN_EPOCH, lambda run_epoch, **_: None)
+            control.should_training_stop = True
+
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
+        """Start the exchange that tells all ranks of a signal or a failed save on any rank."""
+        if not self._stop_signal:
+            self._flags.start(self._save is not None and self._save.has_failed)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Log the error of a failed save. If any rank got a signal, let Trainer save and stop.
+
+        Raises:
+            CheckpointError: weights are not finite, or several saves in a row have failed.
+        """
+        if self._stop_signal:
+            return
+        self._stop_signal, any_failed = self._flags.finish()
+        if any_failed:
+            self._settle()
+            self._stop_if_hopeless()
+        if self._stop_signal:
+            distributed.print_main(
+                f"stopping at step {state.global_step} on signal {self._stop_signal}"
+            )
+            control.should_save = True
+            control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_prediction_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """If any rank got a signal during an evaluation, save and exit."""
+        self._stop_signal, _ = self._flags.finish()
+        if not self._stop_signal:
+            self._flags.start(False)
+            return
+        distributed.print_main(
+            f"stopping in an evaluation at step {state.global_step} on signal {self._stop_signal}"
+        )
+        handler = self.trainer.callback_handler
+        if state.global_step not in (0, self._saved_step):
+            getattr(self.trainer, SAVE_CHECKPOINT)(self.trainer.model, self._trial)
+            handler.on_save(args, state, control)
+        handler.on_train_end(args, state, control)
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """After a signal, do not evaluate, and do not save the same step a second time."""
+        if self._stop_signal:
+            control.should_evaluate = False
+            control.should_save = self._saved_step != state.global_step
+
+    def _save_checkpoint(self, by_trainer: Callable, model: Any, trial: object) -> None:
+        """Save a checkpoint in place of `Trainer._save_checkpoint`. Collective."""
+        trainer = self.trainer
+        args = trainer.args
+        state = trainer.state
+        if args.save_on_each_node:  # the nodes do not share the directory
+            by_trainer(model, trial)
+            return
+        self._settle()
+        self._stop_if_hopeless()
+        # As Trainer does, once this save is complete.
+        best_path = self._path_of(state.best_global_step)
+        is_new = state.best_global_step == state.global_step
+        if distributed.from_main(is_new or best_path.is_dir()):
+            state.best_model_checkpoint = str(best_path)
+        save = Save(
+            step=state.global_step,
+            written=self._directory.workspace / f"checkpoint-{state.global_step}",
+            facts={
+                "run": self.run_id,
+                "step": state.global_step,
+                "world_size": args.world_size,
+                "global_batch_size": trainer.get_total_train_batch_size(args),
+            },
+            keep=args.save_total_limit,
+            best=_best(state),
+        )
+        self._save = save
+        self._saved_step = save.step
+        try:
+            distributed.run_on_main(lambda: self._directory.begin(save.step))
+            with distributed.agreed():
+                self._write_small_files(save, partial(by_trainer, model, trial))
+            self._saver.start(save, self._is_asynchronous)
+        except Exception as error:
+            save.error = error
+        distributed.run_on_main(lambda: self._directory.expose(save.written))
+        # To the end: another callback may have been added.
+        trainer.callback_handler.callbacks.remove(self)
+        trainer.callback_handler.callbacks.append(self)
+
+    def _write_small_files(self, save: Save, by_trainer: Callable[[], None]) -> None:
+        """Let Trainer write its files, and record the sharded state."""
+        trainer = self.trainer
+        state = trainer.state
+        with redirected(trainer, save.written.parent) as save.state:
+            by_trainer()
+        # Trainer has set it to the unfinished directory.
+        state.best_model_checkpoint = save.best[-1]
+        if not save.state:
+            weights = trainer.model.named_parameters()
+            check_finite(item for item in weights if item[1].requires_grad)
+        if trainer.args.should_save:
+            file = save.written / TRAINER_STATE_NAME
+            if not file.is_file():
+                raise CheckpointError(
+                    f"{type(trainer).__name__} has saved nothing in {file.parent}"
+                )
+            state.save_to_json(str(file))
+            if save.state:
+                model = extract_model_from_parallel(trainer.model, keep_torch_compile=False)
+                write_description(save.written, model, trainer.processing_class)
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Let the save be completed: all other callbacks have added their files.
+
+        Raises:
+            CheckpointError: Trainer has saved without calling `_save_checkpoint`.
+        """
+        if args.save_on_each_node:
+            return
+        save = self._save
+        if save is None or save.step != state.global_step:
+            raise CheckpointError(
+                "Trainer has saved a checkpoint without _save_checkpoint, so neither in the "
+                "background nor verified. Install a tested version of transformers, or remove "
+                "ShardedCheckpointCallback."
+            )
+        distributed.gather(None)  # then the callbacks of all ranks are done
+        distributed.run_on_main(lambda: self._directory.hide(save.written))
+        self._saver.complete(save)
+        if not self._is_asynchronous:
+            self._settle()
+            if args.push_to_hub and self._error is None:
+                getattr(self.trainer, PUSH_CHECKPOINT)(str(self._path_of(save.step)))
+
+    def _finalize(self, by_trainer: Callable, *args: object, **kwargs: object) -> Any:
+        """Finish the save in flight before Trainer loads the best model."""
+        self._settle()
+        state = self.trainer.state
+        _set_best(state, distributed.from_main(_best(state)))
+        arguments = self.trainer.args
+        # With save_total_limit=1, Trainer would delete all checkpoints but the best one.
+        values: dict[str, Any] = {"save_total_limit": None}
+        if self._stop_signal:
+            values["load_best_model_at_end"] = False
+        with mock.patch.multiple(arguments, **values):
+            return by_trainer(*args, **kwargs)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Export the model unless a signal stopped the run. After a signal, exit.
+
+        Raises:
+            CheckpointError: the last save failed.
+            ExportError: the model cannot be exported.
+        """
+        self._settle()
+        if not self._stop_signal:
+            self._callback.export(self)
+        if self._error is not None:
+            raise CheckpointError(
+                f"the last checkpoint was not saved: {describe(self._error)}"
+            ) from self._error
+        if self._stop_signal:
+            distributed.print_main(
+                f"stopped by a signal; resume from {self._path_of(state.global_step)}"
+            )
+            sys.exit(EXIT_PREEMPTED)
+
+    def _settle(self) -> None:
+        """Wait for the save in flight. If it failed, warn and undo its change of the best model."""
+        save = self._save
+        if save is None or save.ended is None:
+            return
+        self._save = None
+        self._error = save.ended.exception()  # the same on every rank
+        if self._error is None:
+            self._num_failures = 0
+            self._kept_best = save.best
+            return
+        self._num_failures += 1
+        if distributed.is_main():
+            logger.warning("checkpoint-%d was not saved: %s", save.step, describe(self._error))
+        state = self.trainer.state
+        if state.best_global_step == save.step:
+            _set_best(state, self._kept_best)
+
+    def _stop_if_hopeless(self) -> None:
+        """Raise the error of the last save if the next ones would fail, too."""
+        error = self._error
+        if isinstance(error, WeightsError) or (error and self._num_failures >= MAX_FAILURES):
+            raise CheckpointError(f"training stops: {describe(error)}") from error
+
+    def _path_of(self, step: int) -> Path:
+        return self._directory.path / f"checkpoint-{step}"
+
+
+def _best(state: TrainerState) -> tuple[Any, ...]:
+    """Return Trainer's best metric so far, and the step and the checkpoint that have it."""
+    return state.best_metric, state.best_global_step, state.best_model_checkpoint
+
+
+def _set_best(state: TrainerState, best: tuple[Any, ...]) -> None:
+    state.best_metric, state.best_global_step, state.best_model_checkpoint = best
