@@ -196,11 +196,11 @@ def read_case(case: Case) -> Any:
     return read_job(None, "cpu", [*f"--num_processes {case.ranks} {batch} {case.options}".split()])
 
 
-def predict(case: Case) -> int:
+def predict(case: Case) -> float:
     """Return the predicted peak in bytes."""
     from hf_fsdp_recipes.tools.plan.step import measure_step
 
-    peak, _ = measure_step(make_config(case), read_case(case))
+    peak = measure_step(make_config(case), read_case(case))
     return sum(peak.values())
 
 

@@ -67,14 +67,12 @@ def checkpoints(
             if path.is_file()
         }
         manifest = read_manifest(checkpoint) or {}
-        damage = None
         if verify or not manifest:
             damage = resume.find_damage(checkpoint)
         else:
-            for name, facts in manifest["files"].items():
-                if sizes.get(name) != facts["bytes"]:
-                    damage = f"{name} is missing or cut off"
-                    break
+            files = manifest["files"]
+            wrong = [name for name in files if sizes.get(name) != files[name]["bytes"]]
+            damage = f"{wrong[0]} is missing or cut off" if wrong else None
         if damage is None:
             num_usable += 1
         print(

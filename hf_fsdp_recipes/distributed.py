@@ -1,6 +1,6 @@
 """Messages between ranks, and errors that all ranks raise together.
 
-Only `new_group` and `host_group` need a process group. Objects are sent over a separate gloo group.
+Only `host_group` needs a process group. Objects are sent over a separate gloo group.
 They never go through an accelerator, where they would wait for queued kernels.
 """
 
@@ -50,25 +50,17 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def new_group() -> dist.ProcessGroup:
-    """Return a new gloo group of all ranks, to be used by another thread. Collective.
+def host_group(thread: str = "main") -> dist.ProcessGroup:
+    """Return the gloo group of all ranks that one thread uses. Its timeout is `PATIENCE`.
 
-    Its timeout is `PATIENCE`.
+    The first call for a thread is collective.
     """
+    return _host_group_of(dist.group.WORLD, thread)
+
+
+@functools.lru_cache(maxsize=2)
+def _host_group_of(default: dist.ProcessGroup | None, thread: str) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=PATIENCE)
-
-
-def host_group() -> dist.ProcessGroup:
-    """Return the gloo group of all ranks that only the main thread may use.
-
-    The first call is collective.
-    """
-    return _host_group_of(dist.group.WORLD)
-
-
-@functools.lru_cache(maxsize=1)
-def _host_group_of(default: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    return new_group()
 
 
 def open_default_group(device: torch.device) -> None:

@@ -3,6 +3,9 @@
 A message states the problem, the value and what to do.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RecipeError(Exception):
     """An error that the user can fix, for example in a recipe or its data.
@@ -44,3 +47,12 @@ def describe(error: BaseException) -> str:
     if isinstance(error, RecipeError):
         return text
     return f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+@contextmanager
+def explained(kind: type[RecipeError], problem: str) -> Iterator[None]:
+    """Raise an error of the body as one of this package, which says what has failed."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{problem}: {describe(error)}") from error

@@ -13,6 +13,7 @@ checkpoint-<step>/, export/, metrics.jsonl, report.md and plots to --output_dir.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,7 +125,6 @@ def build_model(arguments: Arguments) -> "PreTrainedModel":
     if recipe.config_name:
         transformers.set_seed(training.seed)
         config = transformers.AutoConfig.from_pretrained(recipe.config_name)
-        config.update_from_string(recipe.config_overrides or "")
         return transformers.AutoModelForCausalLM.from_config(config, **options)
     source = {"revision": model.model_revision}
     config = distributed.run_on_main(
@@ -158,7 +158,7 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
             model=model,
             args=training,
             train_dataset=train,
-            eval_dataset=evaluation if training.eval_strategy != "no" else None,
+            eval_dataset=evaluation,
             processing_class=tokenizer,
             peft_config=get_peft_config(arguments.model),
             callbacks=[
@@ -196,11 +196,11 @@ def main(arguments: Arguments) -> None:
     trainer = build_trainer(arguments, saving)
     with explained("training cannot begin", lambda: saving.has_begun):
         trainer.train(resume_from_checkpoint=checkpoint)
-    if training.push_to_hub and export_dir and distributed.is_main():
+    if training.push_to_hub and saving.exported and distributed.is_main():
         from huggingface_hub import HfApi
 
         HfApi(token=training.hub_token).upload_folder(
-            repo_id=trainer.hub_model_id, folder_path=export_dir
+            repo_id=trainer.hub_model_id, folder_path=saving.exported[0]
         )
     trainer.accelerator.end_training()
 
@@ -208,4 +208,4 @@ def main(arguments: Arguments) -> None:
 if __name__ == "__main__":
     with distributed.exit_with_message():
         patches.enable_cpu_ranks()
-        main(parse_arguments())
+        main(parse_arguments(sys.argv[1:]))

@@ -100,10 +100,8 @@ def test_recipes_are_listed_name_a_template_and_are_copied_with_the_files_that_t
     )  # launch.slurm is there already
     Path("launch.slurm").write_text("my own")
     again = run(cli.app, ["recipes", "copy", "smollm2_135m_full"])
-    assert (
-        "launch.slurm exists" in str(again.exception)
-        and not Path("smollm2_135m_full.yaml").exists()
-    )
+    assert "kept launch.slurm" in again.output and "wrote smollm2_135m_full.yaml" in again.output
+    assert Path("launch.slurm").read_text() == "my own"
 
 
 def test_arguments_go_to_the_launcher_or_to_the_script_in_any_order(monkeypatch):

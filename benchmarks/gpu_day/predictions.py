@@ -21,7 +21,7 @@ CASES = {
     "qlora": ("8b", QLORA),
     "full": ("1b", FULL),
 }
-OPTIONS = ["--accelerate_config", "full_shard", "--num_processes", "1", "--gpu_tflops", "989"]
+OPTIONS = ["--accelerate_config", "full_shard", "--num_processes", "1"]
 
 
 def main() -> None:

@@ -28,9 +28,11 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.loading.load_model import load_model
 from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 from hf_fsdp_recipes.saving.callback import ShardedCheckpointCallback
-from hf_fsdp_recipes.saving.host_copy import HostCopy, find_tensors, local_part
-from hf_fsdp_recipes.saving.saver import Writer
+from hf_fsdp_recipes.saving.host_copy import HostCopy, count_bytes, find_originals
+from hf_fsdp_recipes.saving.run import Run
+from hf_fsdp_recipes.saving.saver import Saver
 from hf_fsdp_recipes.training.arguments import parse_arguments
+from hf_fsdp_recipes.training.sharded_optimizer import local_part
 from hf_fsdp_recipes.upstream import patches
 from tests.ranks.memory import PeakMemory
 
@@ -231,9 +233,9 @@ def save(day: Day, model: str, name: str, settings: Mapping[str, Any], num_steps
 
         setattr(owner, name, timed)
 
-    time_calls(ShardedCheckpointCallback, "save", "training stands still s")
+    time_calls(Run, "_save_checkpoint", "training stands still s")
     time_calls(HostCopy, "take", "of these, copying s")
-    time_calls(Writer, "_write", "writing in the background s")
+    time_calls(Saver, "_write", "writing in the background s")
     watch = SaveWatch(day.output(name), 4 if day.is_small else num_steps, spans, facts)
     run_settings = {"max_steps": 590, "save_total_limit": 1, "packing_strategy": "wrapped"}
     run_script(day.arguments(model, name, {**settings, **run_settings}), [watch])
@@ -242,11 +244,11 @@ def save(day: Day, model: str, name: str, settings: Mapping[str, Any], num_steps
 
 def describe_copy(state: Any, facts: Figures) -> None:
     """Note the size of a copy of the state, and which share of it is pinned."""
-    tensors = {id(tensor): local_part(tensor) for _, tensor in find_tensors(state)}
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    tensors = [local_part(tensor) for tensor in find_originals(state).values()]
+    num_bytes = count_bytes(tensors)
     num_pinned = 0
     if torch.cuda.is_available():
-        num_pinned = sum(tensor.nbytes for tensor in tensors.values() if tensor.is_pinned())
+        num_pinned = count_bytes(tensor for tensor in tensors if tensor.is_pinned())
     facts["copied GB"].append(num_bytes / 1e9)
     facts["pinned"].append(num_pinned / num_bytes)
 
@@ -257,7 +259,7 @@ def resume(day: Day) -> Figures:
     found: Figures = {}
     started = time.perf_counter()
     callback_class: Any = ShardedCheckpointCallback
-    export = callback_class._export
+    export = callback_class.export
     begin = callback_class.on_train_begin
     step = max(int(path.name.split("-")[1]) for path in output.glob("checkpoint-*"))
 
@@ -270,7 +272,7 @@ def resume(day: Day) -> Figures:
         found["start to training s, with verifying and loading"] = time.perf_counter() - started
         begin(self, *args, **kwargs)
 
-    callback_class._export = timed_export
+    callback_class.export = timed_export
     callback_class.on_train_begin = timed_begin
     settings = FULL | {
         "packing_strategy": "wrapped",

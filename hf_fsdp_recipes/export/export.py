@@ -7,7 +7,7 @@ their shards to the rank that writes the file with this parameter.
 
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -63,19 +63,17 @@ def export_model(
         ExportError: on every rank. The model cannot be exported, and no files are left behind.
     """
     parsed_dtype = parse_dtype(dtype)
-    model = extract_model_from_parallel(model, keep_torch_compile=False)
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        adapted = cast(PeftModel, model)
-        held = sources.from_model(model)
+    unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    if hasattr(unwrapped, "peft_config") and hasattr(unwrapped, "get_base_model"):
+        held = sources.from_model(unwrapped)
         if not merge_adapter:
-            return output.write_adapter(adapted, held, output_dir, parsed_dtype, tokenizer)
+            return output.write_adapter(unwrapped, held, output_dir, parsed_dtype, tokenizer)
         with distributed.agreed():
-            plan = _plan_merged(adapted, held, parsed_dtype)
+            plan = _plan_merged(unwrapped, held, parsed_dtype)
     else:
-        whole = cast(PreTrainedModel, model)
-        held = sources.from_model(model, parsed_dtype)
+        held = sources.from_model(unwrapped, parsed_dtype)
         with distributed.agreed():
-            plan = _plan_full(shells.copy_on_meta(whole), whole, held, parsed_dtype)
+            plan = _plan_full(shells.copy_on_meta(unwrapped), unwrapped, held, parsed_dtype)
     return output.write_weights(plan, output_dir, max_shard_size, tokenizer)
 
 
@@ -155,16 +153,9 @@ def _find_tokenizer(names: list[PathLike]) -> PreTrainedTokenizerBase | None:
 
 def _open_checkpoint(checkpoint: Path) -> tuple[Sources, PeftConfig | None]:
     """Return the tensors of a checkpoint or of an adapter, and the adapter's config."""
-    if not checkpoint.is_dir():
+    if not checkpoint.is_dir() or list_checkpoints(checkpoint):
         raise ExportError(
-            f"{checkpoint} is no directory. "
-            f"`hf-fsdp checkpoints {checkpoint.parent}` lists a run's."
-        )
-    checkpoints = list_checkpoints(checkpoint)
-    if checkpoints:
-        raise ExportError(
-            f"{checkpoint} is the directory of a run. "
-            f"Export one of its checkpoints, such as {checkpoints[0]}."
+            f"{checkpoint} is no checkpoint. `hf-fsdp checkpoints <output_dir>` lists a run's."
         )
     for folder in (checkpoint / MODEL_FOLDER, checkpoint):
         if (folder / ".metadata").is_file():
@@ -232,7 +223,7 @@ def _plan_merged(
     dtype: OptionalDtype,
 ) -> Plan:
     """Return a plan that merges the active adapter into the base model."""
-    base = cast(PreTrainedModel, model.get_base_model())
+    base: Any = model.get_base_model()
     shell = shells.copy_on_meta(base)
     adapted_shell = shells.adapt(shell, model.active_peft_config, model.active_adapter)
     if getattr(base, "quantization_method", None) is None:

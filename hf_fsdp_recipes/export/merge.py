@@ -3,15 +3,11 @@
 PEFT's own code merges full tensors in float32.
 """
 
-import os
 from collections.abc import Mapping
 from copy import deepcopy
-from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn import Module
 
 from hf_fsdp_recipes.errors import ExportError
@@ -26,6 +22,7 @@ from hf_fsdp_recipes.export.steps import (
     plan_in_file_format,
 )
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
+from hf_fsdp_recipes.loading.load_model import find_directory
 from hf_fsdp_recipes.upstream.transformers_internals import find_tied
 
 PREFIX = "base_model.model."  # PEFT's name for the transformers model inside a PeftModel
@@ -71,10 +68,7 @@ def plan_merge_into_files(
             f"init_lora_weights={start} changed the base weights. "
             "Merge in training, with export_model."
         )
-    directory = Path(base)
-    if not directory.is_dir():
-        directory = Path(snapshot_download(os.fspath(base)))
-    checkpoint = Checkpoint(directory)
+    checkpoint = Checkpoint(find_directory(str(base), {}))
     files = from_files(checkpoint)
     stored = checkpoint.match(shell.base)
     sources = {**adapter, **files}
@@ -164,7 +158,7 @@ def _merge_step(
     return Step([prefix + name for name in metas], outputs, merge_in_float32)
 
 
-def _merge(layer: Module, state: Tensors) -> Tensors:
+def _merge(layer: Any, state: Tensors) -> Tensors:
     """Return the state dict of the module that `merge_and_unload` puts in place of `layer`."""
     layer.load_state_dict(state, assign=True)
     # A safe merge does not change its input, which may be the model's own tensor. But it cannot
@@ -172,12 +166,11 @@ def _merge(layer: Module, state: Tensors) -> Tensors:
     is_safe = not any(value.is_meta for value in state.values())
     if hasattr(layer, "unload_and_optionally_merge_module"):
         # PEFT's classes with this method share no base class.
-        merged = layer.unload_and_optionally_merge_module(  # type: ignore[operator]
+        merged = layer.unload_and_optionally_merge_module(
             merge=True,
             safe_merge=is_safe,
             adapter_names=None,
         )
         return merged.state_dict()
-    tuner_layer = cast(BaseTunerLayer, layer)
-    tuner_layer.merge(safe_merge=is_safe)
-    return tuner_layer.get_base_layer().state_dict()
+    layer.merge(safe_merge=is_safe)
+    return layer.get_base_layer().state_dict()

@@ -1,10 +1,10 @@
 """Writes an export: an adapter, or weights that the ranks gather and write one step at a time."""
 
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
-from itertools import cycle
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -31,16 +31,14 @@ def write_adapter(
     """Gather the adapter on rank 0, which writes it with PEFT's `save_pretrained`. Collective."""
     is_main = distributed.is_main()
     metas = {name: source.meta for name, source in held.items()}
-    names = distributed.run_on_main(lambda: sorted({*shells.match_adapter(model, metas).values()}))
+    names = sorted({*shells.match_adapter(model, metas).values()})
 
     def write(target: Path) -> None:
         state = {}
         for name in names:
-            source = held[name]
-            if source.is_collective or is_main:
-                tensor = source.read(0, torch.empty(source.meta.nbytes, dtype=torch.uint8))
-                if tensor is not None and is_main:
-                    state[name] = tensor.to("cpu", on_meta(tensor, dtype).dtype)
+            tensor = held[name].read(0)
+            if tensor is not None and is_main:
+                state[name] = tensor.to("cpu", on_meta(tensor, dtype).dtype)
         with distributed.agreed():
             if is_main:
                 for name, tensor in state.items():
@@ -104,28 +102,17 @@ def _write_files(
         rank_of.update(dict.fromkeys(names, rank))
         if rank == own_rank:
             file_writer.begin(file, {name: plan.outputs[name] for name in names})
-    # One half of this memory is filled while the other half is written. The kernel would clear new
-    # memory first, which is slow.
-    largest = max(
-        sum(plan.sources[name].memory_bytes for name in step.inputs) for step in plan.steps
-    )
-    memories = cycle(torch.empty(2, largest, dtype=torch.uint8))
-    for _, rank, step in logging.tqdm(
+    for rank, step in logging.tqdm(
         _in_turns(plan.steps, rank_of),
         desc="Exporting weights",
         disable=not distributed.is_main(),
     ):
-        is_writer = rank == own_rank
-        memory = next(memories) if is_writer else torch.empty(0)
         tensors = {}
         for name in step.inputs:
-            source = plan.sources[name]
             # After an error, this rank still helps to gather tensors.
             with file_writer.recording_errors():
-                if source.is_collective or is_writer:
-                    tensors[name] = source.read(rank, memory)
-            memory = memory[source.memory_bytes :]
-        if is_writer:
+                tensors[name] = plan.sources[name].read(rank)
+        if rank == own_rank:
             file_writer.submit(partial(step.compute, tensors))
         del tensors  # not needed while the next step is gathered
     with distributed.agreed():
@@ -135,17 +122,13 @@ def _write_files(
 def _in_turns(
     steps: list[Step],
     rank_of: Mapping[str, int],
-) -> list[tuple[int, int, Step]]:
-    """Return which rank writes which step, as (bytes that it has written before, rank, step).
+) -> list[tuple[int, Step]]:
+    """Return which rank writes which step, in turns, so that all ranks write in parallel.
 
-    They are sorted so that all ranks write in parallel. `rank_of` maps outputs to ranks.
+    `rank_of` maps outputs to ranks.
     """
-    turns = []
-    written: Counter[int] = Counter()  # {rank: bytes of its turns so far}
+    turns_of = defaultdict(list)
     for step in steps:
-        for rank in dict.fromkeys(rank_of[name] for name in step.outputs):
-            turns.append((written[rank], rank, step))
-        for name, value in step.outputs.items():
-            written[rank_of[name]] += value.nbytes
-    turns.sort(key=lambda turn: turn[0])
-    return turns
+        for rank in {rank_of[name] for name in step.outputs}:
+            turns_of[rank].append((rank, step))
+    return [turn for turns in zip_longest(*turns_of.values()) for turn in turns if turn]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import ExportError, describe
+from hf_fsdp_recipes.errors import ExportError, describe, explained
 from hf_fsdp_recipes.export.files import DTYPES, OptionalDtype
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.fill import FSDP_PLACEMENTS
@@ -31,15 +31,8 @@ class Source:
     """One full tensor, which is read only when it is needed."""
 
     meta: Tensor  # a meta tensor with its shape and dtype
-    # Takes a rank, and host memory in which the tensor may be returned. Other ranks may get None.
-    read: Callable[[int, Tensor], Tensor | None]
-    # True: all ranks must call `read`. False: only the given rank needs to.
-    is_collective: bool = False
-
-    @property
-    def memory_bytes(self) -> int:
-        """The size of the memory for `read`, rounded up so that the next tensor is aligned."""
-        return (self.meta.nbytes + 63) // 64 * 64
+    # Takes a rank; the other ranks may get None. Collective if the tensor is sharded.
+    read: Callable[[int], Tensor | None]
 
 
 Sources = Mapping[str, Source]
@@ -72,11 +65,7 @@ def from_model(model: Module, dtype: OptionalDtype = None) -> Sources:
     for name, value in state.items():
         if isinstance(value, Tensor):  # bitsandbytes also stores strings
             meta = on_meta(value, dtype)
-            sources[WRAPPERS.sub("", name)] = Source(
-                meta,
-                read=partial(_gather, value, meta.dtype),
-                is_collective=isinstance(value, DTensor),
-            )
+            sources[WRAPPERS.sub("", name)] = Source(meta, partial(_gather, value, meta.dtype))
     return sources
 
 
@@ -84,7 +73,6 @@ def _gather(
     value: Tensor,
     dtype: torch.dtype,
     writer: int,
-    memory: Tensor,
 ) -> Tensor | None:
     """Return the full tensor on rank `writer`. Other ranks may get None.
 
@@ -104,7 +92,7 @@ def _gather(
     if writer not in ranks:
         return None
     rows = value.to_local().to(device_type).contiguous()
-    return _join(value, rows, ranks, writer, memory)
+    return _join(value, rows, ranks, writer)
 
 
 def _join(
@@ -112,7 +100,6 @@ def _join(
     rows: Tensor,
     ranks: list[int],
     writer: int,
-    memory: Tensor,
 ) -> Tensor | None:
     """Send the rows (dim 0) of `ranks` to the one that is `writer`, which returns all of them.
 
@@ -122,9 +109,7 @@ def _join(
     full = None
     requests = []
     if own == writer:
-        if rows.device.type != "cpu":  # an accelerator's allocator reuses memory by itself
-            memory = rows.new_empty(value.nbytes, dtype=torch.uint8)
-        full = _view(memory, value)
+        full = rows.new_empty(value.shape)
         # The last ranks may have no part.
         for rank, part in zip(ranks, full.chunk(len(ranks)), strict=False):
             if rank == own:
@@ -138,19 +123,14 @@ def _join(
     return full
 
 
-def _view(memory: Tensor, like: Tensor) -> Tensor:
-    return memory[: like.nbytes].view(like.dtype).view(like.shape)
-
-
 def _read_tensor(
     reader: dcp.FileSystemReader,
     key: str,
     meta: Tensor,
     rank: int,
-    memory: Tensor,
 ) -> Tensor:
-    """Return a tensor of a checkpoint in `memory`, on any rank."""
-    tensor = _view(memory, meta)
+    """Return a tensor of a checkpoint, on any rank."""
+    tensor = torch.empty_like(meta, device="cpu")
     try:
         dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
     except dcp.CheckpointException as error:  # no subclass of Exception
@@ -163,26 +143,21 @@ def _read_tensor(
 def from_checkpoint(directory: Path) -> Sources:
     """Return the tensors of a DCP checkpoint.
 
-    Their names omit the top-level key `model` that Accelerate adds.
+    Their names omit the top-level key `model` that Accelerate adds, if it is there.
     """
     _check_intact(directory)
     reader = dcp.FileSystemReader(directory)
     # Otherwise, it would be read again for each tensor.
     reader.read_metadata = cache(reader.read_metadata)  # type: ignore[method-assign]
     metadata = reader.read_metadata()
-    tensors = {
-        key: entry
-        for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
     paths = metadata.planner_data or {}
-    tops = {path[0] for key, path in paths.items() if key in tensors and len(path) > 1}
-    top = "model" if "model" in tops else next(iter(tops), None)  # None: a plain state dict
+    has_top = any(path[0] == "model" and len(path) > 1 for path in paths.values())
     sources = {}
-    for key, entry in tensors.items():
+    for key, entry in metadata.state_dict_metadata.items():
         # A top-level key such as `model.ema` may stand beside `model`.
-        if top is None or paths[key][0] == top:
-            name = WRAPPERS.sub("", key if top is None else key.removeprefix(f"{top}."))
+        is_weight = not has_top or paths[key][0] == "model"
+        if is_weight and isinstance(entry, TensorStorageMetadata):
+            name = WRAPPERS.sub("", key.removeprefix("model.") if has_top else key)
             meta = torch.empty(
                 entry.size,
                 dtype=entry.properties.dtype,
@@ -201,10 +176,8 @@ def _check_intact(directory: Path) -> None:
             raise ExportError(
                 f"{checkpoint} cannot be exported: {damage}. Export another checkpoint."
             )
-    try:
+    with explained(ExportError, f"{directory} is unusable"):
         check_pickles(directory)
-    except Exception as error:  # a forged pickle can raise any error
-        raise ExportError(f"{directory} is unusable: {describe(error)}") from error
 
 
 def from_files(checkpoint: Checkpoint) -> Sources:
@@ -217,6 +190,6 @@ def from_files(checkpoint: Checkpoint) -> Sources:
             dtype=DTYPES[stored.get_dtype()],
             device="meta",
         )
-        return Source(meta, lambda rank, memory: stored[...])  # mapped from the file
+        return Source(meta, lambda rank: stored[...])  # mapped from the file
 
     return {key: source(key) for key in checkpoint.file_of}

@@ -13,12 +13,12 @@ from types import EllipsisType
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
-from hf_fsdp_recipes.errors import LoadError, describe
+from hf_fsdp_recipes.errors import LoadError, explained
 from hf_fsdp_recipes.upstream.transformers_internals import (
     WeightConverter,
     WeightRenaming,
@@ -96,12 +96,9 @@ class Checkpoint:
             )
         file_of = {}
         for path in paths:
-            try:
+            # The error itself does not name the file.
+            with explained(LoadError, f"{path} cannot be read (download or save it again)"):
                 file = safe_open(path, "pt")
-            except (OSError, SafetensorError) as error:  # neither error names the file
-                raise LoadError(
-                    f"{path} cannot be read: {describe(error)}. Download or save it again."
-                ) from error
             file_of.update(dict.fromkeys(file.offset_keys(), file))
         return file_of
 

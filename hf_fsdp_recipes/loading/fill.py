@@ -2,9 +2,10 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import EllipsisType
 
 import torch
@@ -78,37 +79,23 @@ def own_rows(target: Tensor) -> slice | EllipsisType:
     return slice(start, start + len(local_part(target)))
 
 
-@dataclass
-class Transfer:
-    """What this rank still has to do to copy one weight from rank 0 into its shard."""
-
-    works: Sequence[dist.Work]
-    rows: Tensor  # this rank's; on rank 0, they keep the weight alive while it is sent
-    shard: Tensor  # where the rows belong
-
-    def finish(self) -> None:
-        """Wait until this rank's shard is filled and its sends are complete. Not a collective."""
-        for work in self.works:
-            work.wait()
-        self.shard.copy_(self.rows)  # does nothing if they were received in place
-
-
 def start_transfer(
     full: Tensor | None,
     target: Tensor,
     dtype: torch.dtype,
     device: torch.device,
-) -> Transfer:
+) -> Callable[[], object]:
     """Start to copy one weight from rank 0 into the shards of the first replica. Collective.
 
     `full` is the weight on rank 0 and None on the other ranks. `dtype` and `device` are its own.
+    Returns a function that waits until this rank's shard is filled and its sends are complete.
     """
     shard = local_part(target)
     if not isinstance(target, DTensor):  # all ranks get all rows
         if full is None:
             full = torch.empty(target.shape, dtype=dtype, device=device)
         dist.broadcast(full, 0)
-        return Transfer([], full, shard)
+        return partial(shard.copy_, full)
     mesh = target.device_mesh
     ranks = mesh.mesh.flatten()[: mesh.shape[-1]].tolist()  # the first replica, rank 0 first
     operations = []
@@ -126,7 +113,13 @@ def start_transfer(
             rows = torch.empty(shard.shape, dtype=dtype, device=device)
         operations = [dist.P2POp(dist.irecv, rows, 0)]
     works = dist.batch_isend_irecv(operations) if operations else []
-    return Transfer(works, rows, shard)
+
+    def finish() -> None:  # on rank 0, it keeps the weight alive while that is sent
+        for work in works:
+            work.wait()
+        shard.copy_(rows)  # does nothing if they were received in place
+
+    return finish
 
 
 @dataclass
@@ -223,7 +216,7 @@ def fill_from_rank0(reader: Reader, entries: Sequence[Entry]) -> None:
     distributed.open_default_group(device)
     is_main = distributed.is_main()
     weights = read_ahead(reader, entries)  # only rank 0 starts it
-    in_flight: deque[Transfer] = deque()
+    in_flight: deque[Callable[[], object]] = deque()
     for entry in logging.tqdm(entries, desc="Loading weights", disable=not is_main):
         values = next(weights) if is_main else {}
         for name in reader.names_of(entry):
@@ -231,9 +224,9 @@ def fill_from_rank0(reader: Reader, entries: Sequence[Entry]) -> None:
             for target in reader.targets[name]:
                 in_flight.append(start_transfer(values.get(name), target, dtype, device))
                 if len(in_flight) > NUM_IN_FLIGHT:
-                    in_flight.popleft().finish()
-    for transfer in in_flight:
-        transfer.finish()
+                    in_flight.popleft()()
+    for finish in in_flight:
+        finish()
     distributed.raise_agreed(reader.error)
     for layer in reader.layers.values():
         layer.broadcast_scales(device)

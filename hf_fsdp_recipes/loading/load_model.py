@@ -22,7 +22,7 @@ from transformers import (
 from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import LoadError
+from hf_fsdp_recipes.errors import LoadError, explained
 from hf_fsdp_recipes.loading.bnb_4bit import pack_weights
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.loader import Loader
@@ -66,7 +66,7 @@ def load_model(
     name_or_path: str | os.PathLike[str],
     *,
     source: Literal["rank0", "direct"] = "rank0",
-    auto_class: Any = None,
+    auto_class: Any = AutoModelForCausalLM,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Return a pretrained model whose weights take no memory until it is sharded.
@@ -84,8 +84,7 @@ def load_model(
             `source` is "direct" or `trust_remote_code` is set.
         source: with "rank0", only rank 0 reads weights. With "direct", every rank reads its own
             rows (dim 0) of each weight.
-        auto_class: the class on which you would call `from_pretrained`. The default is
-            `AutoModelForCausalLM`.
+        auto_class: the class on which you would call `from_pretrained`.
         **kwargs: as in `from_pretrained`. `quantization_config` must be a 4-bit BitsAndBytesConfig.
 
     Raises:
@@ -94,7 +93,6 @@ def load_model(
             resized before loading (PiSSA, OLoRA, DoRA, new embeddings).
         PatchError: the installed version of Accelerate is not supported.
     """
-    auto_class = auto_class or AutoModelForCausalLM
     if not patches.is_fsdp_requested():
         return auto_class.from_pretrained(name_or_path, **kwargs)
     check_fsdp_version()
@@ -115,8 +113,7 @@ def prepare_model(
     requested_dtype = kwargs.pop("dtype", "auto")
     quantization_config = kwargs.pop("quantization_config", None)
     if kwargs.get("trust_remote_code"):
-        # The classes in a model's own code cannot be sent. Rank 0 downloads for all ranks.
-        distributed.run_on_main(lambda: find_directory(name_or_path, kwargs))
+        # The classes in a model's own code cannot be sent.
         with distributed.agreed():
             found = describe_model(name_or_path, kwargs)
     else:
@@ -133,8 +130,7 @@ def prepare_model(
     if quantization_config is not None:
         pack_weights(model, quantization_config, dtype)
     insert_placeholders(model)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    Loader(model, checkpoint, entries, dtype, shapes, is_direct).attach()
+    Loader(model, checkpoint, entries, dtype, is_direct).attach()
     return model
 
 
@@ -163,14 +159,11 @@ def find_directory(name_or_path: str, kwargs: Arguments) -> Path:
     directory = Path(name_or_path)
     if not directory.is_dir():
         hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        try:
+        problem = f"{name_or_path} is no directory and cannot be downloaded from the Hub"
+        with explained(LoadError, problem):
             directory = Path(
                 snapshot_download(name_or_path, allow_patterns=HUB_PATTERNS, **hub_arguments)
             )
-        except Exception as error:
-            raise LoadError(
-                f"{name_or_path} is no directory and cannot be downloaded from the Hub: {error}"
-            ) from error
     return directory / kwargs.get("subfolder", "")
 
 
@@ -212,19 +205,14 @@ def take_quantizer(config: PreTrainedConfig) -> HfQuantizer | None:
 
 
 def resolve_dtype(
-    dtype: str | torch.dtype | None,
+    dtype: Any,
     config: PreTrainedConfig,
     checkpoint: Checkpoint,
 ) -> torch.dtype:
     """Return the dtype that `from_pretrained` would choose for the model."""
     if dtype in (None, "auto"):
         return getattr(config, "dtype", None) or checkpoint.first_dtype()
-    resolved = getattr(torch, str(dtype), dtype)
-    if not isinstance(resolved, torch.dtype):
-        raise LoadError(
-            f"dtype is {dtype!r}. Use auto, float32, bfloat16, float16 or a torch.dtype."
-        )
-    return resolved
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def find_class(config: PreTrainedConfig) -> Any:
@@ -244,11 +232,12 @@ def build_on_meta(
     if build is None:  # `auto_class` is one model's class, which takes no trust_remote_code
         build = get_builder(auto_class)
         kwargs.pop("trust_remote_code", None)
-    try:
-        with init_empty_weights(include_buffers=False), no_init_weights():
-            model = build(config, dtype=dtype, **kwargs)
-    except TypeError as error:
-        raise LoadError(f"the model cannot be built with these arguments: {error}") from error
+    with (
+        explained(LoadError, "the model cannot be built with these arguments"),
+        init_empty_weights(include_buffers=False),
+        no_init_weights(),
+    ):
+        model = build(config, dtype=dtype, **kwargs)
     model.tie_weights()  # init_empty_weights unties the weights
     stored = model.state_dict().keys()
     # Some model classes keep some weights in float32.

@@ -66,12 +66,10 @@ class Placeholder(Parameter):
         """
         if function is Tensor.is_contiguous:
             raise LoadError(NOT_LOADED)
-        kwargs = kwargs or {}
-        # `Module.to` passes a device before the dtype. It may cast, because it reads no values.
-        target = args[1] if len(args) > 1 else kwargs.get("dtype")
-        if function in CASTS or (function is Tensor.to and isinstance(target, torch.dtype)):
+        # `Module.to` passes more after the dtype. It may cast, because it reads no values.
+        if function in CASTS or (function is Tensor.to and isinstance(args[-1], torch.dtype)):
             raise LoadError(READ_TOO_EARLY)
-        return run_on_plain_tensors(function, types, args, kwargs)
+        return run_on_plain_tensors(function, types, args, kwargs or {})
 
 
 def shared_nan(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -17,25 +17,19 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import describe
 from hf_fsdp_recipes.metrics import flops, memory, metrics_file, report
-from hf_fsdp_recipes.metrics.metrics_file import NOT_TRAINING, PHASES, Entry
+from hf_fsdp_recipes.metrics.metrics_file import NOT_TRAINING, PHASES, RATES, Entry
 
 logger = logging.getLogger(__name__)
 
-LOGGED = (
-    "tokens_per_second",
-    "tokens_per_second_per_device",
-    "mfu",
-    "step_seconds",
-)
 # {name in Trainer's logs: name in metrics.jsonl}
-LOGGED_MEMORY = {
+LOGGED = {
     "host_memory_gb": "host_bytes",
     "device_peak_memory_gb": "device_peak_bytes",
 }
 # {Accelerate's name: torch's name}
 PRECISIONS = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
 }
 
 
@@ -155,11 +149,9 @@ class MetricsCallback(TrainerCallback):
         entry["step"] = state.global_step
         if "loss" in logs:
             entry |= self._measure(state)
-            logs |= {name: entry[name] for name in LOGGED if name in entry}
-            for name, key in LOGGED_MEMORY.items():
-                largest = max(entry[key])
-                if largest:
-                    logs[name] = largest / 1e9
+            logs |= {name: entry[name] for name in ("step_seconds", *RATES) if name in entry}
+            memory_gb = metrics_file.summarize([entry])
+            logs |= {name: memory_gb[key] for name, key in LOGGED.items() if key in memory_gb}
         self._append(entry)
 
     def on_train_end(
@@ -273,8 +265,7 @@ def _describe_run(
     config = getattr(model, "config", None)
     model_name = Path(getattr(config, "name_or_path", "") or type(model).__name__).name
     precision = AcceleratorState().mixed_precision
-    if precision == "no":
-        precision = str(next(model.parameters()).dtype)
+    dtype = PRECISIONS.get(precision, next(model.parameters()).dtype)
     device_module = torch.get_device_module(args.device)
     get_device_name = getattr(device_module, "get_device_name", lambda: args.device.type)
     return {
@@ -284,7 +275,7 @@ def _describe_run(
         "max_steps": state.max_steps,
         "num_ranks": distributed.world_size(),
         "device": get_device_name(),
-        "dtype": PRECISIONS.get(precision, precision).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "batch_per_device": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
     }

@@ -156,11 +156,7 @@ def count_tokens(inputs: Mapping[str, Any]) -> Tensor:
         pairs = (2 * positions.long() + 1) * is_token
         return torch.stack([is_token.sum(), pairs.sum()])
     else:
-        batch = inputs.get("input_ids")
-        if batch is None:
-            batch = inputs["inputs_embeds"]
-        num_rows, length = batch.shape[:2]
-        lengths = torch.full((num_rows,), length, device=batch.device)
+        lengths = torch.ones_like(inputs["input_ids"]).sum(dim=-1)
     return torch.stack([lengths.sum(), (lengths * lengths).sum()])
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
@@ -15,6 +15,13 @@ PHASES = (
     "save",
     "evaluation",
     "other",
+)
+RATES = ("tokens_per_second", "tokens_per_second_per_device", "mfu")
+MEMORY = (
+    "host_bytes",
+    "device_valley_bytes",
+    "device_peak_bytes",
+    "device_reserved_peak_bytes",
 )
 NOT_TRAINING = ("save", "evaluation")  # phases that throughput excludes
 
@@ -58,13 +65,23 @@ def append(path: Path, entry: Entry) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
-def average(steps: Entries, rate: str) -> float | None:
-    """Return the mean of a rate over the steps after the warm-up, weighted by their time.
+def summarize(steps: Entries) -> dict[str, float]:
+    """Return what the logged steps of a run have measured. What is 0 or missing is left out.
 
-    Return None if there are no such steps.
+    Memory is the largest of any rank and step, in GB. The warm-up counts only for memory: time is
+    the median, and a rate is the mean, weighted by time.
     """
-    measured = [step for step in steps if rate in step and not step.get("is_warmup")]
-    if not measured:
-        return None
-    seconds = [step["step_seconds"] * step["num_steps"] for step in measured]
-    return fmean([step[rate] for step in measured], weights=seconds)
+    summary = {}
+    for name in MEMORY:
+        largest = max((max(step[name]) for step in steps), default=0)
+        if largest:
+            summary[name] = largest / 1e9
+    warm = [step for step in steps if not step.get("is_warmup")]
+    if warm:
+        summary["step_seconds"] = median(step["step_seconds"] for step in warm)
+    for name in RATES:
+        measured = [step for step in warm if name in step]
+        if measured:
+            seconds = [step["step_seconds"] * step["num_steps"] for step in measured]
+            summary[name] = fmean([step[name] for step in measured], weights=seconds)
+    return summary

@@ -6,7 +6,7 @@ This also works while the run is going.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes.errors import ToolError, describe
@@ -15,8 +15,8 @@ from hf_fsdp_recipes.metrics.metrics_file import (
     PHASES,
     Entries,
     Entry,
-    average,
     read_metrics,
+    summarize,
 )
 
 if TYPE_CHECKING:
@@ -25,11 +25,19 @@ if TYPE_CHECKING:
 
 Row = tuple[str, str]  # name and value
 
-MEMORY = {
-    "host memory at optimizer steps": "host_bytes",
-    "device memory allocated, peak": "device_peak_bytes",
-    "device memory allocated between steps (valley)": "device_valley_bytes",
-    "device memory reserved, peak": "device_reserved_peak_bytes",
+# {name of a row: template that the run's summary fills}
+SUMMARY = {
+    "step time, median": "{step_seconds:.3f} s",
+    "throughput, padding excluded": (
+        "{tokens_per_second:,.0f} tokens/s ({tokens_per_second_per_device:,.0f} per rank)"
+    ),
+    "MFU": "{mfu:.1%} of the dense peak",
+    "host memory at optimizer steps, largest rank": "{host_bytes:,.2f} GB",
+    "device memory allocated, peak, largest rank": "{device_peak_bytes:,.2f} GB",
+    "device memory allocated between steps (valley), largest rank": (
+        "{device_valley_bytes:,.2f} GB"
+    ),
+    "device memory reserved, peak, largest rank": "{device_reserved_peak_bytes:,.2f} GB",
 }
 # Templates that an entry fills.
 RANKS = "{num_ranks} x {device}, {dtype}"
@@ -113,20 +121,10 @@ def _step_rows(steps: Entries) -> Iterator[Row]:
     edge = min(5, len(losses))
     yield f"training loss, mean of the first {edge} logged steps", f"{mean(losses[:edge]):.4f}"
     yield f"training loss, mean of the last {edge} logged steps", f"{mean(losses[-edge:]):.4f}"
-    step_seconds = [step["step_seconds"] for step in steps if not step.get("is_warmup")]
-    if step_seconds:
-        yield "step time, median", f"{median(step_seconds):.3f} s"
-    rate = average(steps, "tokens_per_second")
-    if rate:
-        per_rank = average(steps, "tokens_per_second_per_device")
-        yield "throughput, padding excluded", f"{rate:,.0f} tokens/s ({per_rank:,.0f} per rank)"
-    mfu = average(steps, "mfu")
-    if mfu:
-        yield "MFU", f"{mfu:.1%} of the dense peak"
-    for name, key in MEMORY.items():
-        largest = max(max(step[key]) for step in steps)
-        if largest:
-            yield f"{name}, largest rank", f"{largest / 1e9:,.2f} GB"
+    summary = summarize(steps)
+    for name, template in SUMMARY.items():
+        with suppress(KeyError):  # the steps have not measured it
+            yield name, template.format_map(summary)
     seconds = {phase: sum(step["seconds"][phase] for step in steps) for phase in PHASES}
     total = sum(seconds.values())
     for phase, spent in seconds.items():
@@ -162,7 +160,6 @@ def draw(entries: Entries) -> "Figure":
                     points[entry["step"]] = _plotted(entry, name)
             axes.plot(list(points), list(points.values()), ".-", label=label)
         style(axes, title, "optimizer step")
-        axes.legend()
     return figure
 
 
@@ -176,8 +173,9 @@ def _plotted(entry: Entry, name: str) -> float:
 
 
 def style(axes: "Axes", title: str, x_label: str) -> None:
-    """Set a panel's title, x label and grid. Let its y axis start at 0."""
+    """Set a panel's title, x label, legend and grid. Let its y axis start at 0."""
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(x_label)
+    axes.legend()
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     axes.grid(alpha=0.3)

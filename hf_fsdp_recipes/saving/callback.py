@@ -62,6 +62,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             SIGTERM or SIGUSR1, or if the launcher dies.
 
     Attributes:
+        exported: the directories to which the last training loop has exported.
         has_begun: whether a training loop has begun. Errors before that come from the set-up.
 
     Raises:
@@ -90,6 +91,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             if merge_adapter:
                 self._exports.append(Path(f"{Path(export_dir)}_merged"))
         self._export_dtype = parse_dtype(export_dtype)
+        self.exported: list[Path] = []
         self.has_begun = False
         self._run_id: str | None = None
         self._is_training = False
@@ -134,11 +136,13 @@ class ShardedCheckpointCallback(TrainerCallback):
         try:
             if is_sharded(trainer) and "save_model" not in vars(trainer):
                 trainer.save_model = partial(_save_model, trainer, trainer.save_model)
-            return Run(self, trainer, trial, directory, self._run_id).train(loop)
+            result = Run(self, trainer, directory, self._run_id).train(loop)
         finally:
             self._is_training = False
             if distributed.is_main():
                 directory.close()
+        distributed.gather(None)  # so that no rank sees the workspace any more
+        return result
 
     def _claim(
         self, directory: OutputDirectory, is_repeated: object, checkpoint: str | None
@@ -165,6 +169,7 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     def export(self, run: Run) -> None:
         """Export the model of a run that ends. Collective. A run calls it."""
+        self.exported = []
         model = run.trainer.model
         facts = {"run": run.run_id, "step": run.trainer.state.global_step}
         for merge_adapter, export_dir in enumerate(self._exports):
@@ -172,6 +177,7 @@ class ShardedCheckpointCallback(TrainerCallback):
                 break
             if run.is_complete and distributed.from_main(read_run(export_dir)) == facts:
                 distributed.print_main(f"{export_dir} holds this model already")
+                self.exported.append(export_dir)
                 continue
             written = export_model(
                 model,
@@ -182,6 +188,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             )
             final = distributed.run_on_main(partial(publish, written, export_dir, facts))
             distributed.print_main(f"exported: {final}")
+            self.exported.append(final)
 
 
 def _save_model(

@@ -41,7 +41,6 @@ class Run(TrainerCallback):
     Args:
         callback: the callback that runs the loop, with its arguments.
         trainer: the trainer.
-        trial: the trial of a hyperparameter search, if there is one.
         directory: the run's output directory, which rank 0 has opened.
         run_id: the run's id.
     """
@@ -50,7 +49,6 @@ class Run(TrainerCallback):
         self,
         callback: Any,  # a ShardedCheckpointCallback
         trainer: Any,  # a Trainer
-        trial: object,
         directory: OutputDirectory,
         run_id: str,
     ) -> None:
@@ -58,7 +56,6 @@ class Run(TrainerCallback):
         self.run_id = run_id
         self.is_complete = False  # whether the run had all of its steps when it was started
         self._callback = callback
-        self._trial = trial
         self._directory = directory
         self._saver = Saver(directory)
         self._is_asynchronous = distributed.from_main(
@@ -75,10 +72,11 @@ class Run(TrainerCallback):
         """Run Trainer's training loop and return its result. Collective.
 
         When this returns or raises an error, the save in flight has ended, and the trainer and the
-        process are as before.
+        process are as before. A save is given up if an error is raised before all callbacks have
+        added their files.
         """
         with self._opened:
-            self._opened.callback(self._end)
+            self._opened.callback(self._saver.close)
             callbacks = self.trainer.callback_handler.callbacks
             callbacks.append(self)
             self._opened.callback(callbacks.remove, self)
@@ -90,13 +88,6 @@ class Run(TrainerCallback):
         """Replace a method of the trainer by `replacement(the method, ...)`."""
         replaced = partial(replacement, getattr(self.trainer, name))
         self._opened.enter_context(mock.patch.object(self.trainer, name, replaced))
-
-    def _end(self) -> None:
-        if self._save is not None and self._save.ended is None:
-            # Not all callbacks have added their files, so the checkpoint cannot be completed.
-            self._save.error = CheckpointError("training has ended with an error")
-            self._saver.complete(self._save)
-        self._saver.close()
 
     def on_train_begin(
         self,
@@ -153,26 +144,20 @@ class Run(TrainerCallback):
             control.should_training_stop = True
             control.should_evaluate = False
 
-    def on_prediction_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
+    def on_prediction_step(self, *_: object, **__: object) -> None:
         """If any rank got a signal during an evaluation, save and exit."""
-        self._stop_signal, _ = self._flags.finish()
+        self._stop_signal, _any_failed = self._flags.finish()
         if not self._stop_signal:
             self._flags.start(False)
             return
-        distributed.print_main(
-            f"stopping in an evaluation at step {state.global_step} on signal {self._stop_signal}"
-        )
-        handler = self.trainer.callback_handler
-        if state.global_step not in (0, self._saved_step):
-            getattr(self.trainer, SAVE_CHECKPOINT)(self.trainer.model, self._trial)
-            handler.on_save(args, state, control)
-        handler.on_train_end(args, state, control)
+        trainer = self.trainer
+        step = trainer.state.global_step
+        distributed.print_main(f"stopping in an evaluation at step {step} on a signal")
+        events = (trainer.args, trainer.state, trainer.control)
+        if step not in (0, self._saved_step):
+            getattr(trainer, SAVE_CHECKPOINT)(trainer.model, None)
+            trainer.callback_handler.on_save(*events)
+        trainer.callback_handler.on_train_end(*events)
 
     def on_epoch_end(
         self,
@@ -191,6 +176,7 @@ class Run(TrainerCallback):
         trainer = self.trainer
         args = trainer.args
         state = trainer.state
+        self._saved_step = state.global_step
         if args.save_on_each_node:  # the nodes do not share the directory
             by_trainer(model, trial)
             return
@@ -214,15 +200,14 @@ class Run(TrainerCallback):
             best=_best(state),
         )
         self._save = save
-        self._saved_step = save.step
         try:
             distributed.run_on_main(lambda: self._directory.begin(save.step))
             with distributed.agreed():
                 self._write_small_files(save, partial(by_trainer, model, trial))
             self._saver.start(save, self._is_asynchronous)
+            distributed.run_on_main(lambda: self._directory.expose(save.written))
         except Exception as error:
             save.error = error
-        distributed.run_on_main(lambda: self._directory.expose(save.written))
         # To the end: another callback may have been added.
         trainer.callback_handler.callbacks.remove(self)
         trainer.callback_handler.callbacks.append(self)
@@ -231,10 +216,14 @@ class Run(TrainerCallback):
         """Let Trainer write its files, and record the sharded state."""
         trainer = self.trainer
         state = trainer.state
-        with redirected(trainer, save.written.parent) as save.state:
-            by_trainer()
-        # Trainer has set it to the unfinished directory.
-        state.best_model_checkpoint = save.best[-1]
+        # Otherwise, Trainer would wait for all ranks, even if one has failed, and look for the best
+        # checkpoint beside the unfinished one.
+        _set_best(state, (None, None, None))
+        try:
+            with redirected(trainer, save.written.parent) as save.state:
+                by_trainer()
+        finally:
+            _set_best(state, save.best)
         if not save.state:
             weights = trainer.model.named_parameters()
             check_finite(item for item in weights if item[1].requires_grad)
@@ -249,22 +238,17 @@ class Run(TrainerCallback):
                 model = extract_model_from_parallel(trainer.model, keep_torch_compile=False)
                 write_description(save.written, model, trainer.processing_class)
 
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
+    def on_save(self, *_: object, **__: object) -> None:
         """Let the save be completed: all other callbacks have added their files.
 
         Raises:
             CheckpointError: Trainer has saved without calling `_save_checkpoint`.
         """
-        if args.save_on_each_node:
+        trainer = self.trainer
+        if trainer.args.save_on_each_node:
             return
         save = self._save
-        if save is None or save.step != state.global_step:
+        if save is None or save.step != trainer.state.global_step:
             raise CheckpointError(
                 "Trainer has saved a checkpoint without _save_checkpoint, so neither in the "
                 "background nor verified. Install a tested version of transformers, or remove "
@@ -275,8 +259,8 @@ class Run(TrainerCallback):
         self._saver.complete(save)
         if not self._is_asynchronous:
             self._settle()
-            if args.push_to_hub and self._error is None:
-                getattr(self.trainer, PUSH_CHECKPOINT)(str(self._path_of(save.step)))
+            if trainer.args.push_to_hub and self._error is None:
+                getattr(trainer, PUSH_CHECKPOINT)(str(self._path_of(save.step)))
 
     def _finalize(self, by_trainer: Callable, *args: object, **kwargs: object) -> Any:
         """Finish the save in flight before Trainer loads the best model."""
@@ -291,13 +275,7 @@ class Run(TrainerCallback):
         with mock.patch.multiple(arguments, **values):
             return by_trainer(*args, **kwargs)
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         """Export the model unless a signal stopped the run. After a signal, exit.
 
         Raises:
@@ -312,9 +290,8 @@ class Run(TrainerCallback):
                 f"the last checkpoint was not saved: {describe(self._error)}"
             ) from self._error
         if self._stop_signal:
-            distributed.print_main(
-                f"stopped by a signal; resume from {self._path_of(state.global_step)}"
-            )
+            checkpoint = self._path_of(self.trainer.state.global_step)
+            distributed.print_main(f"stopped by a signal; resume from {checkpoint}")
             sys.exit(EXIT_PREEMPTED)
 
     def _settle(self) -> None:

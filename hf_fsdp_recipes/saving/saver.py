@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -62,7 +63,7 @@ class Saver:
 
     def __init__(self, directory: OutputDirectory) -> None:
         self._directory = directory
-        self._group = distributed.new_group() if distributed.is_distributed() else None
+        self._group = distributed.host_group("saver") if distributed.is_distributed() else None
         node = socket.gethostname()
         num_ranks_of_that_name = distributed.gather(node).count(node)
         # Some launchers do not set the variable, and containers may share a name.
@@ -147,7 +148,8 @@ class Saver:
         except Exception:
             # Every rank has stopped writing, because the ranks agree on errors.
             if distributed.is_main():
-                self._directory.discard(save.written)
+                with suppress(OSError):  # the outcome is that of all ranks
+                    self._directory.discard(save.written)
             raise
 
     def _files_of_rank(self, save: Save) -> dict[str, dict]:

@@ -7,7 +7,8 @@ from typing import Annotated
 from typer import Argument
 
 from hf_fsdp_recipes.errors import ToolError
-from hf_fsdp_recipes.tools.files import Settings, find_file, read_yaml
+from hf_fsdp_recipes.settings import Settings, read_settings
+from hf_fsdp_recipes.tools.files import find_file
 
 # {setting of fsdp_config: (its good values, what to do about others)}
 NEEDED = {
@@ -36,7 +37,7 @@ def check(
 ) -> None:
     """Report all faults of a config at once. The exit status is 1 if there are any."""
     file = find_file("template", name)
-    faults = list(find_faults(read_yaml(file)))
+    faults = list(find_faults(read_settings(file)))
     if faults:
         raise ToolError("\n  - ".join([f"{file} has faults:", *faults]))
     print(f"{file}: no faults found")

@@ -3,21 +3,19 @@
 A checkout has folders for them, a wheel has package data.
 """
 
-import filecmp
 import os
 import shutil
 import sys
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Literal, Optional
 
-import yaml
 from typer import Argument, Context, Option, Typer
 
-from hf_fsdp_recipes.errors import ToolError, describe
+from hf_fsdp_recipes.errors import ToolError
+from hf_fsdp_recipes.settings import read_settings
 
 Kind = Literal["template", "recipe"]
-Settings = dict[str, Any]  # the mapping in a YAML file
 Name = Annotated[str, Argument(help="A name from `list`, or a file.")]
 # Options of several commands.
 TemplateOption = Annotated[
@@ -68,17 +66,6 @@ def find_file(kind: Kind, name: str) -> Path:
     raise ToolError(f"{name} is neither a file nor a shipped {kind}, such as {', '.join(close)}.")
 
 
-def read_yaml(file: Path) -> Settings:
-    """Return the mapping in a YAML file. If there is none, raise a ToolError with its name."""
-    try:
-        values = yaml.safe_load(file.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ToolError(f"{file} cannot be read: {describe(error)}") from error
-    if not isinstance(values, dict):
-        raise ToolError(f"{file} is not a mapping of names to values.")
-    return values
-
-
 def make_app(kind: Kind) -> Typer:
     """Return an app with the commands `list`, `show` and `path` for one kind of files."""
     app = Typer(help=f"Commands for the shipped {kind}s.", no_args_is_help=True)
@@ -106,26 +93,20 @@ def make_app(kind: Kind) -> Typer:
 
 
 def copy(name: Name) -> None:
-    """Copy a recipe, the files that it names, and launch.slurm into the current directory."""
+    """Copy a recipe, the files that it names, and launch.slurm into the current directory.
+
+    A file that exists already is kept.
+    """
     recipe = find_file("recipe", name)
     sources = {recipe.name: recipe}
     if recipe.suffix == ".yaml":
-        for value in read_yaml(recipe).values():
+        for value in read_settings(recipe).values():
             if isinstance(value, str) and (recipe.parent / value).is_file():
                 sources[value] = recipe.parent / value
     sources["launch.slurm"] = shipped_directory("recipe") / "launch.slurm"
-    changed = [
-        target
-        for target, source in sources.items()
-        if Path(target).exists() and not filecmp.cmp(target, source, shallow=False)
-    ]
-    if changed:
-        raise ToolError(
-            f"{', '.join(changed)} exists here already. Move it, or use another directory."
-        )
     for target, source in sources.items():
         if Path(target).exists():
-            print(f"kept {target}")
+            print(f"kept {target}, which exists already")
         else:
             Path(target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)

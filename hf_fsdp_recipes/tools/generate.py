@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from hf_fsdp_recipes.errors import ToolError, describe
+from hf_fsdp_recipes.errors import ToolError, explained
 
 
 def generate(
@@ -43,7 +43,7 @@ def complete(
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     inputs = [[{"role": "user", "content": prompt}] if is_chat else prompt for prompt in prompts]
-    try:
+    with explained(ToolError, f"{model} cannot generate"):
         # Upstream's annotations know either chats or texts, and the chats only of other types.
         generator: Any = pipeline("text-generation", str(model))
         outputs = generator(
@@ -52,6 +52,4 @@ def complete(
             do_sample=False,
             return_full_text=False,
         )
-    except (OSError, ValueError) as error:
-        raise ToolError(f"{model} cannot generate: {describe(error)}") from error
     return [output["generated_text"].strip() for [output] in outputs]

@@ -3,27 +3,27 @@
 `hf-fsdp sft` runs it in this process, rehearsals and sweeps run it in another one.
 """
 
-import math
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 
 import psutil
 from typer import Context
 
 from hf_fsdp_recipes.errors import ToolError, describe
+from hf_fsdp_recipes.settings import read_settings
 from hf_fsdp_recipes.tools.files import (
     RecipeOption,
     TemplateOption,
     find_file,
-    read_yaml,
     shipped_directory,
 )
 
@@ -74,18 +74,40 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
     recipe = ["--config", str(find_file("recipe", config))] if config else []
     template = find_file("template", accelerate_config)
     os.environ.update(PREEMPTION | os.environ)
-    if read_yaml(template).get("use_cpu") or parse_flag_from_env("ACCELERATE_USE_CPU"):
+    if read_settings(template).get("use_cpu") or parse_flag_from_env("ACCELERATE_USE_CPU"):
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
     try:
-        launch_command(parse_launch(template, recipe + context.args))
+        with refusals_explained(template):
+            launch_command(parse_launch(template, recipe + context.args))
+    except (ChildFailedError, SignalException):
+        # The ranks have printed why; torch has logged which rank failed first.
+        sys.exit(1)
+
+
+@contextmanager
+def refusals_explained(template: Path) -> Iterator[None]:
+    """Raise a ToolError if `accelerate launch` refuses the template or an option."""
+    try:
+        yield
     except (TypeError, ValueError) as error:
         raise ToolError(
             f"accelerate launch refuses {template} or an option: {describe(error)}. "
             "Run `hf-fsdp config check`."
         ) from error
-    except (ChildFailedError, SignalException):
-        # The ranks have printed why; torch has logged which rank failed first.
-        sys.exit(1)
+
+
+def read_launch(template: Path, arguments: Sequence[str]) -> Namespace:
+    """Return the values with which `accelerate launch` starts the script.
+
+    A template's value counts where the arguments have none. Raises a ToolError if `accelerate
+    launch` refuses any of them.
+    """
+    from hf_fsdp_recipes.upstream.accelerate_internals import validate_launch_command
+
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it logs notes about launching
+    with refusals_explained(template):
+        launch, _, _ = validate_launch_command(parse_launch(template, arguments))
+    return launch
 
 
 def parse_launch(template: Path, arguments: Sequence[str]) -> Namespace:
@@ -121,10 +143,9 @@ def run_recipe(
     arguments: Sequence[str],
     log: Path,
     is_done: Callable[[], bool] = lambda: False,
-    limit_seconds: float = math.inf,
     on_cpu: bool = False,
 ) -> int | None:
-    """Run `hf-fsdp sft` until it ends, `is_done()` is true, or the time limit is reached.
+    """Run `hf-fsdp sft` until it ends or `is_done()` is true.
 
     Then kill what still runs. `log` gets the command's output. With `on_cpu`, the template's
     sharding runs on CPU ranks of this machine, as do later commands. Returns the exit status, or
@@ -144,7 +165,6 @@ def run_recipe(
         os.environ["ACCELERATE_USE_CPU"] = "true"
     # Then `finally` kills the ranks, too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    deadline = monotonic() + limit_seconds
     with log.open("w") as output:
         process = psutil.Popen(
             [*command, *arguments],
@@ -153,7 +173,7 @@ def run_recipe(
             stderr=output,
         )
     try:
-        while process.poll() is None and monotonic() < deadline and not is_done():
+        while process.poll() is None and not is_done():
             sleep(0.1)
         return process.poll()
     finally:

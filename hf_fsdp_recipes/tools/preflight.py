@@ -16,7 +16,9 @@ from typing import Annotated, NamedTuple, Optional
 from typer import Context, Option
 
 from hf_fsdp_recipes.errors import ToolError
-from hf_fsdp_recipes.tools.files import RecipeOption, find_file, read_yaml
+from hf_fsdp_recipes.settings import read_settings
+from hf_fsdp_recipes.tools.files import RecipeOption, TemplateOption, find_file
+from hf_fsdp_recipes.tools.launch import read_launch
 
 PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
 PROBE_BYTES = 64 << 20  # a disk with less free space counts as full
@@ -53,31 +55,9 @@ class Node(NamedTuple):
 Verdict = tuple[list[str], list[str]]  # the hosts of all nodes, and all faults
 
 
-def use_template(context: Context, name: Optional[str]) -> Optional[str]:
-    """Return the template's path. Its values become the defaults of the other options."""
-    if name is None:
-        return None
-    template = find_file("template", name)
-    context.default_map = read_yaml(template)
-    return str(template)
-
-
 def preflight(
-    accelerate_config: Annotated[
-        Optional[str],
-        Option("--accelerate_config", help="The template.", callback=use_template, is_eager=True),
-    ] = None,
-    num_machines: Annotated[int, Option("--num_machines", min=1, help="Nodes of the job.")] = 1,
-    machine_rank: Annotated[int, Option("--machine_rank", help="This node's number, from 0.")] = 0,
-    main_process_ip: Annotated[
-        str, Option("--main_process_ip", help="Address of node 0.")
-    ] = "127.0.0.1",
-    main_process_port: Annotated[
-        int, Option("--main_process_port", help="The job's port.")
-    ] = 29500,
-    num_processes: Annotated[
-        Optional[int], Option("--num_processes", min=1, help="Ranks on all nodes.")
-    ] = None,
+    context: Context,
+    accelerate_config: TemplateOption,
     config: RecipeOption = None,
     output_dir: Annotated[
         Optional[Path], Option("--output_dir", help="Directory of the run.")
@@ -88,22 +68,23 @@ def preflight(
 
     Training arguments are ignored.
     """
+    template = find_file("template", accelerate_config)
+    launch = read_launch(template, context.args)
     if output_dir is None and config is not None:
-        output_dir = read_yaml(find_file("recipe", config)).get("output_dir")
+        output_dir = read_settings(find_file("recipe", config)).get("output_dir")
     directory = Path(output_dir) if output_dir else None
     facts = {
-        "num_machines": str(num_machines),
-        "num_processes": str(num_processes or num_machines),
+        "num_machines": str(launch.num_machines),
+        "num_processes": str(launch.num_processes),
         "python": python_version(),
+        **{name: version(name) for name in PACKAGES},
+        "template": f"{template.stem} ({sha256(template.read_bytes()).hexdigest():.8})",
     }
-    facts |= {name: version(name) for name in PACKAGES}
-    if accelerate_config:
-        template = Path(accelerate_config)
-        digest = sha256(template.read_bytes()).hexdigest()
-        facts["template"] = f"{template.stem} ({digest:.8})"
-    node = Node(machine_rank, socket.gethostname(), os.getpid(), num_machines, facts, [])
-    hosts = check_nodes(node, main_process_ip, main_process_port, directory, timeout)
-    if machine_rank == 0:
+    host = socket.gethostname()
+    node = Node(launch.machine_rank, host, os.getpid(), launch.num_machines, facts, [])
+    address = launch.main_process_ip or "127.0.0.1"
+    hosts = check_nodes(node, address, launch.main_process_port or 29500, directory, timeout)
+    if node.machine_rank == 0:
         found = ", ".join(f"{name} {value}" for name, value in facts.items())
         print(f"preflight passed on {', '.join(hosts)}: {found}", flush=True)
 
@@ -168,15 +149,13 @@ def judge(node: Node, address: str, port: int, output_dir: Path | None, timeout:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on a port of this host, at all of its addresses.
+    """Return a socket that listens on a port of this host, at all addresses of one family.
 
     Raises an OSError if the address is another host's, or if the port is in use.
     """
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     socket.create_server(target[:2], family=family).close()
-    is_dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=is_dual)
+    return socket.create_server(("", port), family=family, backlog=1024)
 
 
 def ask(node: Node, address: str, port: int, timeout: float) -> Verdict:
@@ -219,7 +198,7 @@ def find_faults(nodes: list[Node], address: str, timeout: float) -> Iterator[str
     for name in nodes[0].facts:
         holders: dict[str, list[Node]] = {}
         for node in nodes:
-            holders.setdefault(node.facts.get(name, "none"), []).append(node)
+            holders.setdefault(node.facts[name], []).append(node)
         if len(holders) > 1:
             found = "; ".join(f"{value} on {_join(group)}" for value, group in holders.items())
             yield f"{name} differs: {found}. Make it the same on all nodes."

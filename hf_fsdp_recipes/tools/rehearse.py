@@ -12,13 +12,13 @@ from typing import Annotated, Optional
 
 from typer import Context, Option
 
-from hf_fsdp_recipes.errors import ToolError, describe
-from hf_fsdp_recipes.tools.files import TemplateOption, find_file, read_yaml
+from hf_fsdp_recipes.errors import ToolError, explained
+from hf_fsdp_recipes.settings import read_settings
+from hf_fsdp_recipes.tools.files import TemplateOption, find_file
 from hf_fsdp_recipes.tools.launch import FLOAT32, find_error, run_recipe
 
 NUM_ROWS = 256
 SAVE_STEPS = 2
-LIMIT_SECONDS = 600
 WITHOUT_GPU = ["--use_cpu=true", *FLOAT32, "--validation_split_percentage=0"]
 # Values for settings that would need a GPU, much time or an account.
 SHORT = (
@@ -70,7 +70,9 @@ def rehearse(
             )
         template = find_file("template", accelerate_config)
         arguments = write_recipe(find_file("recipe", config), directory, context.args)
-        arguments += ranks_of(template)
+        # With hybrid sharding, there are two replicas of two ranks each.
+        num_ranks = 4 if "parallelism_config" in read_settings(template) else 2
+        arguments += [f"--num_processes={num_ranks}", *SMALL]
         print("train, and kill all ranks after the first checkpoint", flush=True)
         last_file = run / f"checkpoint-{SAVE_STEPS}" / "trainer_state.json"
         train(template, arguments, directory, last_file.exists)
@@ -81,7 +83,7 @@ def rehearse(
         for export in sorted(run.glob("export*")):
             [text] = complete(export, ["The"], max_new_tokens=8)
             print(f"generate with {export.name}: {text!r}", flush=True)
-        compare(template, arguments, directory)
+        compare(template, arguments, directory, num_ranks)
         print(
             f"{Path(config).stem} with {template.stem}: loaded, killed, resumed, exported and "
             "generated"
@@ -111,13 +113,12 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
             "the recipe names no model. Add --model_name_or_path, a directory or a Hub id."
         )
     tokenizer_name = arguments.recipe.tokenizer_name or name
-    try:
+    problem = (
+        f"the tokenizer of {tokenizer_name} cannot be read (log in, or use --tokenizer_name "
+        "of another model; without a network, set HF_HUB_OFFLINE=1)"
+    )
+    with explained(ToolError, problem):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
-    except (OSError, ValueError) as error:
-        raise ToolError(
-            f"the tokenizer of {tokenizer_name} cannot be read: {describe(error)} Log in, or use "
-            "--tokenizer_name of another model. Without a network, set HF_HUB_OFFLINE=1."
-        ) from error
     model = directory / "model"
     config = shrink(find_config(name), len(tokenizer))
     model_class = find_class(config)
@@ -132,7 +133,6 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
         f"--model_name_or_path={model}",
         f"--tokenizer_name={model}",
         "--config_name=",
-        "--config_overrides=",
         f"--dataset_name={data}",
         f"--output_dir={directory / 'run'}",
         *SHORT,
@@ -140,25 +140,15 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
     ]
 
 
-def ranks_of(template: Path) -> list[str]:
-    """Return the launcher's options for a rehearsal.
-
-    It has two ranks or, with hybrid sharding, two replicas of two ranks each.
-    """
-    num_ranks = 4 if "parallelism_config" in read_yaml(template) else 2
-    return [f"--num_processes={num_ranks}", *SMALL]
-
-
-def compare(template: Path, arguments: Sequence[str], directory: Path) -> None:
+def compare(template: Path, arguments: Sequence[str], directory: Path, num_ranks: int) -> None:
     """Train two steps on ranks and in one process without FSDP, and compare the changes.
 
     The micro-batches of all ranks are the process's accumulation steps. Raises a ToolError if a
     weight changes differently.
     """
-    num_ranks = "4" if "--num_processes=4" in arguments else "2"
     options = [*arguments, *COMPARED.split()]
     train(template, [*options, f"--output_dir={directory}/ranks"], directory)
-    options += ["--num_processes=1", "--gradient_accumulation_steps", num_ranks]
+    options += ["--num_processes=1", f"--gradient_accumulation_steps={num_ranks}"]
     try:
         train(find_file("template", "ddp"), [*options, f"--output_dir={directory}/one"], directory)
     except ToolError as error:
@@ -207,11 +197,10 @@ def train(
     If the run fails, raise ToolError.
     """
     log = directory / "log.txt"
-    status = run_recipe(template, arguments, log, is_done, LIMIT_SECONDS, on_cpu=True)
+    status = run_recipe(template, arguments, log, is_done, on_cpu=True)
     text = log.read_text(errors="replace")
     if status != 0 and not is_done():
         raise ToolError(
-            find_error(text)
-            or f"the run failed, or took too long. Its output ends with:\n{text[-2000:]}"
+            find_error(text) or f"the run failed. Its output ends with:\n{text[-2000:]}"
         )
     return text

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from statistics import median
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Context, Option
 
 from hf_fsdp_recipes.errors import ToolError
-from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, Entry, average, read_metrics
+from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, Entry, read_metrics, summarize
 from hf_fsdp_recipes.tools.files import find_file
 from hf_fsdp_recipes.tools.launch import find_error, run_recipe
 
@@ -37,7 +36,7 @@ OUT_OF_MEMORY_MESSAGE = re.compile(
     r"OutOfMemoryError|(CUDA|HIP|XPU|NPU) out of memory|DefaultCPUAllocator: (can't|not enough)"
     r"|\bMemoryError\b|Cannot allocate memory|oom[_-]kill|OUT_OF_MEMORY"
 )
-COLUMNS = {  # {measurement without the warm-up: title and format}
+COLUMNS = {  # {measurement: title and format}
     "gigabytes": ("peak memory per rank, GB", "{:,.2f}"),
     "epoch_seconds": ("epoch, s", "{:,.0f}"),
     "step_seconds": ("step, s", "{:.3g}"),
@@ -137,26 +136,18 @@ def read_result(case: Path) -> Result:
 
 
 def read_measurements(case: Path) -> dict[str, float]:
-    """Return what a finished case has measured after its warm-up. The keys are those of COLUMNS."""
+    """Return what a finished case has measured, as `summarize` does, and more for COLUMNS."""
     entries = read_metrics(case / METRICS_FILE)
-    steps = [entry for entry in entries if "loss" in entry and not entry.get("is_warmup")]
-    if not steps:
-        return {}
-    step_seconds = median(step["step_seconds"] for step in steps)
-    measured = {"step_seconds": step_seconds}
+    measured = summarize([entry for entry in entries if "loss" in entry])
     for kind in ("host_bytes", "device_peak_bytes", "device_reserved_peak_bytes"):
-        peak = max(max(step[kind]) for step in steps)
-        if peak:  # CPU ranks have no memory of a device
-            measured["gigabytes"] = peak / 1e9
-    for name in ("tokens_per_second", "tokens_per_second_per_device", "mfu"):
-        rate = average(steps, name)
-        if rate is not None:
-            measured[name] = rate
+        if kind in measured:  # CPU ranks have no memory of a device
+            measured["gigabytes"] = measured[kind]
     for start in entries:
-        if "num_rows" in start:  # a start of the run, whose dataset is no stream
+        # A start of the run has the key if the dataset is no stream.
+        if "num_rows" in start and "step_seconds" in measured:
             rows_of_rank = start["batch_per_device"] * start["gradient_accumulation_steps"]
             num_steps = math.ceil(start["num_rows"] / (rows_of_rank * start["num_ranks"]))
-            measured["epoch_seconds"] = num_steps * step_seconds
+            measured["epoch_seconds"] = num_steps * measured["step_seconds"]
     return measured
 
 
@@ -173,21 +164,14 @@ def write_table(output_dir: Path) -> str:
         raise ToolError(
             f"{output_dir} holds no case of a sweep. Pass the --output_dir of `hf-fsdp sweep`."
         )
-    titles = ["template", "ranks", *(title for title, _ in COLUMNS.values())]
+    titles = ["template", "ranks", *(title for title, _ in COLUMNS.values()), "status"]
     lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
     for result in results:
         cells = [result.template, str(result.ranks)]
         for name, (_, number) in COLUMNS.items():
             cells.append(number.format(result.measured[name]) if name in result.measured else "-")
-        if not result.measured:
-            cells[2] = result.status.partition(":")[0]
-        lines.append(f"| {' | '.join(cells)} |")
-    failures = [
-        f"- {result.template} on {result.ranks}: {result.status}"
-        for result in results
-        if ":" in result.status
-    ]
-    lines += ["", *failures, "", EXPLANATION, "", "![scaling](sweep.png)", ""]
+        lines.append(f"| {' | '.join(cells)} | {result.status.replace('|', '/')} |")
+    lines += ["", EXPLANATION, "", "![scaling](sweep.png)", ""]
     draw(results).savefig(output_dir / "sweep.png")
     table = "\n".join(lines)
     (output_dir / "sweep.md").write_text(table)
@@ -197,7 +181,7 @@ def write_table(output_dir: Path) -> str:
 def draw(results: Sequence[Result]) -> "Figure":
     """Plot each measurement by number of ranks, with one line per template.
 
-    "OOM" marks lack of memory.
+    The legend says on how many ranks a template ran out of memory.
     """
     from matplotlib.figure import Figure
 
@@ -206,28 +190,13 @@ def draw(results: Sequence[Result]) -> "Figure":
     figure = Figure(figsize=(11, 12), layout="constrained")
     counts = sorted({result.ranks for result in results})
     for axes, name in zip(figure.subplots(3, 2).flat, COLUMNS, strict=True):
-        for template, cases in groupby(results, attrgetter("template")):
+        for template, group in groupby(results, attrgetter("template")):
+            cases = list(group)
             values = {case.ranks: case.measured[name] for case in cases if name in case.measured}
-            axes.plot(list(values), list(values.values()), "o-", label=template)
-        for ranks in counts:
-            lost = [
-                case.template
-                for case in results
-                if case.ranks == ranks and case.status == OUT_OF_MEMORY
-            ]
-            if lost:
-                axes.text(
-                    ranks,
-                    0.95,  # of the panel's height
-                    f"OOM: {', '.join(lost)}",
-                    transform=axes.get_xaxis_transform(),
-                    rotation=90,
-                    va="top",
-                    ha="center",
-                )
+            lost = [str(case.ranks) for case in cases if case.status == OUT_OF_MEMORY]
+            label = f"{template}, OOM on {', '.join(lost)}" if lost else template
+            axes.plot(list(values), list(values.values()), "o-", label=label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, map(str, counts))
-        axes.set_xlim(counts[0] / 1.3, counts[-1] * 1.3)
         style(axes, COLUMNS[name][0], "ranks")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure

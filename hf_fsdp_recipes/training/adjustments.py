@@ -32,13 +32,17 @@ def adjust(trainer: SFTTrainer, is_streamed: bool) -> None:
         # An endless stream lets a resumed run skip the rows it has seen, even in a later pass.
         trainer.train_dataset = trainer.train_dataset.repeat(None)  # type: ignore[union-attr]
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin and plugin.mixed_precision_policy:
-        # The policy's own reduce_dtype would sum gradients in 16 bits.
+    if plugin:
+        reduce_in_float32(plugin, trainer.model)
+
+
+def reduce_in_float32(plugin: Any, model: Any) -> None:
+    """Let FSDP sum gradients in float32. A mixed precision policy would sum them in 16 bits."""
+    if plugin.mixed_precision_policy:
         plugin.mixed_precision_policy = dataclasses.replace(
-            plugin.mixed_precision_policy,
-            reduce_dtype=torch.float32,
+            plugin.mixed_precision_policy, reduce_dtype=torch.float32
         )
-        gather_units_once(trainer.model)
+        gather_units_once(model)
 
 
 def gather_units_once(model: Any) -> None:

@@ -6,16 +6,15 @@ They come from a YAML file and the command line.
 import argparse
 import os
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-import yaml
-
-from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.errors import RecipeError, explained
+from hf_fsdp_recipes.settings import Settings, read_settings
 from hf_fsdp_recipes.upstream.patches import are_cpu_ranks_requested
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+OPTION = re.compile(r"--([\w-]+)")
 # Fields that may hold a path relative to the recipe's own file.
 PATHS = (
     "model_name_or_path",
@@ -43,9 +43,6 @@ class RecipeArguments:
 
     config_name: str | None = _field(
         None, "Config of a new model with random weights, instead of model_name_or_path."
-    )
-    config_overrides: str | None = _field(
-        None, "Changes to it, such as hidden_size=768,num_hidden_layers=12."
     )
     tokenizer_name: str | None = _field(None, "Tokenizer, if it is not the model's own.")
     prompt_format: Literal["alpaca", "chat"] = _field(
@@ -79,38 +76,40 @@ class Arguments:
     @property
     def is_streamed(self) -> bool:
         """Whether the dataset is a stream, whose rows are read during training."""
-        return self.mixture.streaming if self.mixture.datasets else self.script.dataset_streaming
+        return self.mixture.streaming or self.script.dataset_streaming
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Return the arguments from the command line and from the recipe that `--config` names.
+def parse_arguments(words: Sequence[str]) -> Arguments:
+    """Return the arguments from a command line and from the recipe that `--config` names.
 
     Not a collective. Raises a RecipeError if the recipe cannot be read, or if an argument is
     unknown or has an invalid value.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    recipe = {}
-    file = None
-    if "--config" in words[:-1]:
-        file = Path(words[words.index("--config") + 1])
-        recipe = read_recipe(file)
-    names = set(recipe)
-    for word in words:
-        names.update(re.findall(r"^--([\w-]+)", word))
     parser = _build_parser()
     actions = {action.dest: action for action in parser._actions}
-    mistakes: list[str] = []
-    for name in sorted(names - {"config", "help", "env"}):
-        mistakes += _find_mistakes(name, recipe.get(name), actions)
-    if mistakes:
-        raise RecipeError(" ".join(mistakes))
-    try:
-        arguments = Arguments(*parser.parse_args_and_config(words))
-    except (ValueError, TypeError, ImportError) as error:  # raised by the classes' own checks
-        raise RecipeError(f"an argument is refused: {' '.join(str(error).split())}") from error
-    if file:
-        _find_relative_paths(arguments, file.parent)
-    return arguments
+    recipe: Settings = {}
+    if "--config" in words[:-1]:
+        recipe = read_recipe(Path(words[words.index("--config") + 1]))
+    names = [match[1] for match in map(OPTION.match, words) if match]
+    for name in map(str, [*recipe, *names]):
+        if name.replace("-", "_") not in {*actions, "config", "env"}:
+            close = " or ".join(get_close_matches(name, actions, 2))
+            ending = f"; did you mean {close}?" if close else "."
+            raise RecipeError(f"{name} is not an argument{ending}")
+    # argparse checks the values of options. TRL would take those of a recipe as they are.
+    options = [
+        f"--{name}={value}"
+        for name, value in recipe.items()
+        if name in actions and _is_checked(value, actions[name])
+    ]
+    with explained(RecipeError, "an argument is refused"):  # by the classes' own checks
+        return Arguments(*parser.parse_args_and_config([*options, *words]))
+
+
+def _is_checked(value: object, action: argparse.Action) -> bool:
+    """Return whether argparse can check a field of a recipe."""
+    is_plain = bool(action.choices) or action.type in (int, float)
+    return isinstance(value, str) or (is_plain and value is not None)
 
 
 def _build_parser() -> "TrlParser":
@@ -118,7 +117,8 @@ def _build_parser() -> "TrlParser":
 
     class Parser(TrlParser):
         def error(self, message: str) -> NoReturn:
-            raise RecipeError(f"{message}.")  # argparse would print a page of usage
+            # argparse would print a page of usage.
+            raise RecipeError(shorten(f"{message}.", 600))
 
     parser = Parser(
         (  # type: ignore[arg-type]  # asks for one class
@@ -141,57 +141,14 @@ def _build_parser() -> "TrlParser":
     return parser
 
 
-def read_recipe(file: Path) -> dict[str, object]:
-    """Return a recipe's fields.
+def read_recipe(file: Path) -> Settings:
+    """Return a recipe's fields. Paths that exist only beside the recipe begin with its directory.
 
     Raises a RecipeError if the file is unreadable, is no YAML mapping, or sets a field twice.
     """
-    try:
-        text = file.read_text()
-        recipe = yaml.safe_load(text)
-        node = yaml.compose(text, yaml.SafeLoader)
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise RecipeError(f"the recipe {file} cannot be read: {reason}") from error
-    if not isinstance(node, yaml.MappingNode):
-        raise RecipeError(f"the recipe {file} is no list of `name: value` lines.")
-    names = [key.value for key, _ in node.value]
-    for name in recipe:
-        if names.count(name) > 1:  # YAML would use the last value
-            raise RecipeError(f"{name} is set twice in the recipe {file}. Remove one of the two.")
+    recipe = read_settings(file)
+    for name, value in recipe.items():
+        beside = file.parent / str(value)
+        if name in PATHS and not Path(str(value)).exists() and beside.exists():
+            recipe[name] = str(beside)
     return recipe
-
-
-def _find_mistakes(
-    name: str,
-    value: object,
-    actions: dict[str, argparse.Action],
-) -> Iterator[str]:
-    """Yield a message if no argument has this name, or if its value in the recipe is invalid.
-
-    The value is None if the recipe has none. Values on the command line are checked by argparse.
-    """
-    action = actions.get(name.replace("-", "_"))
-    if action is None:
-        close = " or ".join(get_close_matches(name, actions, 2))
-        ending = f"; did you mean {close}?" if close else "."
-        yield f"{name} is not an argument{ending}"
-    elif value is not None and action.choices and value not in action.choices:
-        known = [str(choice) for choice in action.choices]
-        listed = ", ".join(get_close_matches(str(value), known) or known)
-        yield f"{name} is {value!r}. Set one of {listed}."
-    elif value is None or isinstance(value, str) or action.nargs is not None:
-        return  # argparse itself checks text
-    elif action.type is int and not isinstance(value, int):
-        yield f"{name} is {value!r}. Set a whole number."
-    elif action.type is float and not isinstance(value, int | float):
-        yield f"{name} is {value!r}. Set a number."
-
-
-def _find_relative_paths(arguments: Arguments, directory: Path) -> None:
-    """Resolve paths in a recipe against its directory if they exist only there."""
-    for part in vars(arguments).values():
-        for name in PATHS:
-            value = getattr(part, name, None)
-            if value and not Path(value).exists() and (directory / value).exists():
-                setattr(part, name, str(directory / value))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import whoami
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import RecipeError, describe
+from hf_fsdp_recipes.errors import RecipeError, explained
 from hf_fsdp_recipes.training.arguments import Arguments
 from hf_fsdp_recipes.training.sharded_optimizer import BITSANDBYTES, SHARDABLE, optimizer_name
 from hf_fsdp_recipes.upstream.patches import is_fsdp_requested
@@ -40,7 +40,6 @@ def check_arguments(arguments: Arguments) -> None:
     mistakes = [
         *_check_sources(arguments),
         *_check_training(training),
-        *_check_rows(arguments),
         *_check_adapter(arguments),
         *_check_launch(training),
     ]
@@ -57,6 +56,7 @@ def check_arguments(arguments: Arguments) -> None:
 
 def _check_sources(arguments: Arguments) -> Iterator[str]:
     recipe = arguments.recipe
+    percentage = recipe.validation_split_percentage
     if bool(arguments.model.model_name_or_path) == bool(recipe.config_name):
         yield (
             "Set either model_name_or_path, a pretrained model, or config_name, the config of a "
@@ -64,8 +64,10 @@ def _check_sources(arguments: Arguments) -> Iterator[str]:
         )
     if bool(arguments.script.dataset_name) == bool(arguments.mixture.datasets):
         yield "Set either dataset_name, or datasets for a mixture."
-    if recipe.config_overrides and not recipe.config_name:
-        yield "config_overrides needs config_name."
+    if not 0 <= percentage < 100:
+        yield f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."
+    if percentage > 0 and arguments.is_streamed:
+        yield "A stream cannot be split. Remove validation_split_percentage."
 
 
 def _check_training(training: "SFTConfig") -> Iterator[str]:
@@ -85,21 +87,6 @@ def _check_training(training: "SFTConfig") -> Iterator[str]:
         yield (
             f"num_train_epochs is {training.num_train_epochs}, which trains nothing. "
             "Set it above 0."
-        )
-
-
-def _check_rows(arguments: Arguments) -> Iterator[str]:
-    mixture = arguments.mixture
-    percentage = arguments.recipe.validation_split_percentage
-    if not 0 <= percentage < 100:
-        yield f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."
-    if percentage > 0 and arguments.is_streamed:
-        yield "A stream cannot be split. Remove validation_split_percentage."
-    is_misplaced = arguments.script.dataset_streaming if mixture.datasets else mixture.streaming
-    if is_misplaced:
-        yield (
-            "dataset_streaming belongs to dataset_name, and streaming to datasets. Set the other "
-            "one."
         )
 
 
@@ -152,19 +139,11 @@ def check_targets(arguments: Arguments) -> None:
     output = Path(training.output_dir)
 
     def check() -> None:
-        try:
+        with explained(RecipeError, f"output_dir: {output} cannot be written (name another)"):
             output.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=output).close()
-        except OSError as error:
-            raise RecipeError(
-                f"output_dir: {output} cannot be written: {error.strerror}. Name another."
-            ) from error
         if training.push_to_hub:
-            try:
+            with explained(RecipeError, "push_to_hub cannot log in (run `hf auth login`)"):
                 whoami(token=training.hub_token)
-            except Exception as error:
-                raise RecipeError(
-                    f"push_to_hub cannot log in: {describe(error)} Run `hf auth login`."
-                ) from error
 
     distributed.run_on_main(check)

@@ -7,7 +7,7 @@ from trl import SFTConfig
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import RecipeError
-from hf_fsdp_recipes.training.rows import Rows, columns_of
+from hf_fsdp_recipes.training.rows import Rows
 
 
 def check_labels(kind: str, given: Rows, prepared: Rows, args: SFTConfig) -> None:
@@ -23,13 +23,10 @@ def check_labels(kind: str, given: Rows, prepared: Rows, args: SFTConfig) -> Non
         args: SFTTrainer's arguments.
     """
     number = num_taught(prepared.take(100) if isinstance(prepared, IterableDataset) else prepared)
-    reason = "they are empty, have no label but -100, or have other columns than TRL expects."
-    # TRL refuses conversations that had no token of the assistant before they were truncated.
-    if args.max_length and (args.assistant_only_loss or "prompt" in columns_of(given)):
-        reason = (
-            f"max_length: {args.max_length} cuts off all tokens that count for the loss. "
-            "Raise it, or shorten the prompts."
-        )
+    reason = (
+        "no token counts for the loss. They are empty, have no label but -100 or other columns "
+        f"than TRL expects, or max_length: {args.max_length} cuts these tokens off."
+    )
     if not number:
         raise RecipeError(f"the {kind} rows teach nothing: {reason}")
     # Other strategies of packing split rows.

@@ -47,7 +47,9 @@ ALPACA_WITH_INPUT = (
 
 
 def read_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
-    """Return the training rows, and the evaluation rows or None. Every rank calls this.
+    """Return the training rows, and the rows for evaluation or None. Every rank calls this.
+
+    None is for runs that do not evaluate, even if rows are held out.
 
     Raises:
         RecipeError: the dataset cannot be read, lacks the split or a known column, or has fewer
@@ -76,17 +78,18 @@ def read_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
         parts = train.train_test_split(percentage / 100, seed=training.seed)
         train = parts["train"]
         evaluation = parts["test"]
-    _check_texts(train, name, training.dataset_text_field)
-    train = to_trl_format(train, arguments.recipe.prompt_format)
-    if evaluation is not None:
-        if training.eval_strategy != "no":
-            _check_texts(evaluation, name, training.dataset_text_field)
-        evaluation = to_trl_format(evaluation, arguments.recipe.prompt_format)
-    return train, evaluation
+
+    def prepare(rows: Rows) -> Rows:
+        _check_texts(rows, name, training.dataset_text_field)
+        return to_trl_format(rows, arguments.recipe.prompt_format)
+
+    if evaluation is None or training.eval_strategy == "no":
+        return prepare(train), None
+    return prepare(train), prepare(evaluation)
 
 
 def _check_texts(rows: Rows, name: str, text_column: str) -> None:
-    """Refuse unknown columns, images, and a dataset in which texts are missing."""
+    """Refuse unknown columns, and a dataset in which texts are missing."""
     columns = columns_of(rows)
     known = (*TEXTS, (text_column,))
     used = [names for names in known if set(names) <= set(columns)]
@@ -95,8 +98,6 @@ def _check_texts(rows: Rows, name: str, text_column: str) -> None:
         raise RecipeError(
             f"{name} has the columns {', '.join(columns)}. One of these is needed: {choices}."
         )
-    if {"image", "images"} & set(columns):
-        raise RecipeError(f"{name} has images, but recipes train on text. Remove their column.")
     for column in used[0] if isinstance(rows, Dataset) else ():
         gaps = find_gaps(rows.with_format("arrow")[column][:])
         if gaps:
@@ -123,27 +124,21 @@ def find_gaps(values: pa.ChunkedArray) -> list[int]:
 def _load(arguments: Arguments) -> DatasetDict | IterableDatasetDict:
     from trl import get_dataset
 
+    arguments.mixture.streaming = arguments.is_streamed
     if arguments.mixture.datasets:
         return get_dataset(arguments.mixture)
     script = arguments.script
-    name = script.dataset_name
-    assert name is not None, "neither dataset_name nor datasets is set"
+    name = str(script.dataset_name)
     path = Path(name)
-    is_streamed = script.dataset_streaming
-    if not path.exists():
-        if name.startswith((".", "/", "~")) or path.suffix in BUILDERS:
-            raise RecipeError("there is no such file or folder.")
-        return load_dataset(name, script.dataset_config, streaming=is_streamed)
-    # dataset_config applies only to a dataset on the Hub.
-    if not path.is_file():
-        return load_dataset(name, streaming=is_streamed)
-    if path.suffix not in BUILDERS:
+    options: dict[str, Any] = {"streaming": arguments.is_streamed}
+    if path.suffix in BUILDERS and not path.is_dir():
+        files = {script.dataset_train_split: name}
+        return load_dataset(BUILDERS[path.suffix], data_files=files, **options)
+    if path.is_file():
         raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
-    return load_dataset(
-        BUILDERS[path.suffix],
-        data_files={script.dataset_train_split: str(path)},
-        streaming=is_streamed,
-    )
+    if path.is_dir() or name.startswith((".", "/", "~")):
+        return load_dataset(str(path.absolute()), **options)
+    return load_dataset(name, script.dataset_config, **options)
 
 
 def columns_of(rows: Rows) -> list[str]:

@@ -69,7 +69,7 @@ def gather_head_for_loss(model: Any) -> None:
     The loss would gather the weight itself, and the ranks would not sum the gradients of a head
     that is a unit of its own. Accelerate makes it one in PEFT models, in image-text models, and in
     models whose final norm it does not find. So the backbone's output passes through a method of
-    the head's unit that changes nothing. FSDP then gathers the head for the loss. In the backward
+    the head's unit, which only copies it. FSDP then gathers the head for the loss. In the backward
     pass, it sums the head's gradient, and frees the head.
     """
     base = getattr(model, "get_base_model", lambda: model)()
@@ -80,7 +80,7 @@ def gather_head_for_loss(model: Any) -> None:
         return  # the final norm is in one unit with the head, and gathers it
     units = units_of(head)
     for unit in units:
-        setattr(unit, GATHER, PassThrough.apply)
+        setattr(unit, GATHER, torch.clone)
         register_fsdp_forward_method(unit, GATHER)
         unit.set_reshard_after_forward(False, recurse=False)
 
@@ -94,20 +94,6 @@ def gather_head_for_loss(model: Any) -> None:
     is_trained = any(parameter.requires_grad for parameter in head.parameters())
     if is_trained:
         base.base_model.register_forward_hook(gather)
-
-
-class PassThrough(torch.autograd.Function):
-    """Returns its input without a copy, but not as a view, about which FSDP would warn."""
-
-    @staticmethod
-    def forward(context: Any, hidden: Tensor) -> Tensor:
-        """Return the input."""
-        return hidden.detach()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        """Return the gradient."""
-        return gradient
 
 
 def reduce_unused_weights(unit: Any) -> None:

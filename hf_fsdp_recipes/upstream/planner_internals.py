@@ -8,7 +8,6 @@ from accelerate.utils.fsdp_utils import (
     fsdp2_apply_ac,  # checkpoints activations as `Accelerator.prepare` does
     fsdp2_prepare_model,  # shards as `Accelerator.prepare` does
 )
-from torch._guards import active_fake_mode  # the mode whose tensors are counted
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without data
 from torch.distributed._tools.mem_tracker import (
     MemTracker,  # counts live tensors

@@ -27,8 +27,11 @@ def test_a_save_copies_the_state_once(runs):
     num_weights = len(load_file(run.output / "export" / "model.safetensors"))
     # The weights, and two moments and a step for each.
     state_bytes = 3 * exported_bytes(run) + 4 * NUM_RANKS * num_weights
-    asked = asked_in(run.events, "saving", "callback:save")
-    saving = [event for event in asked if event.kind in TO_HOST]
+    saving = [
+        event
+        for event in asked_in(run.events, "run:_save_checkpoint", "saver:")
+        if event.kind in TO_HOST
+    ]
     copied = [event for event in saving if any("host_copy:" in frame for frame in event.project)]
     assert total_bytes(copied) == NUM_SAVES * state_bytes
     assert [event.asked_by for event in saving if event not in copied and event.num_bytes > 8] == []

@@ -191,7 +191,7 @@ def test_a_bare_dcp_directory_is_exported_with_its_base_model(
     checkpoint = tmp_path / "fine-tuned"
     run_ranks(_save_bare, 2, stored, checkpoint, prefix, top)
     (checkpoint / "train_params.yaml").write_text("model_name: ./somewhere\n")
-    with pytest.raises(ExportError, match="Pass base_model"):
+    with pytest.raises(ExportError, match="pass base_model"):
         export_checkpoint(checkpoint, tmp_path / "export")
     with pytest.raises(ExportError, match="do not fit the config of GPT2LMHeadModel"):
         export_checkpoint(checkpoint, tmp_path / "export", base_model=tiny_model("gpt2"))
@@ -205,9 +205,9 @@ def test_a_changed_weight_and_a_runs_directory_are_refused(trained, tmp_path):
     from hf_fsdp_recipes.errors import ExportError
 
     shutil.copytree(trained("llama") / "checkpoint-2", tmp_path / "run" / "checkpoint-2")
-    with pytest.raises(ExportError, match=r"such as .*run/checkpoint-2"):
+    with pytest.raises(ExportError, match="is no checkpoint"):
         export_checkpoint(tmp_path / "run", tmp_path / "export")
-    with pytest.raises(ExportError, match="is no directory"):
+    with pytest.raises(ExportError, match="is no checkpoint"):
         export_checkpoint(tmp_path / "run" / "checkpoint-4", tmp_path / "export")
     shard = tmp_path / "run" / "checkpoint-2" / "pytorch_model_fsdp_0" / "__1_0.distcp"
     damaged = bytearray(shard.read_bytes())

@@ -115,7 +115,6 @@ TOKENS = {  # inputs, and the lengths of the sequences that they hold
         [3, 2],
     ),
     "no mask": ({"input_ids": IDS}, [6, 6]),
-    "embeddings": ({"inputs_embeds": torch.zeros(2, 6, 3).tolist()}, [6, 6]),
     "4-D mask": ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 6, 6).tolist()}, [6, 6]),
 }
 

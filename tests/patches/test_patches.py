@@ -74,9 +74,10 @@ def test_a_moved_target_is_one_error_that_says_what_still_works(monkeypatch, pat
 
 def test_a_save_by_other_means_than_the_replaced_method_is_an_error():
     args = SimpleNamespace(save_on_each_node=False, push_to_hub=False)
-    run = Run(ShardedCheckpointCallback(), SimpleNamespace(args=args), None, None, "id")
+    state = SimpleNamespace(global_step=4)
+    run = Run(ShardedCheckpointCallback(), SimpleNamespace(args=args, state=state), None, "id")
     with pytest.raises(CheckpointError, match="without _save_checkpoint"):
-        run.on_save(args, SimpleNamespace(global_step=4), None)
+        run.on_save()
 
 
 MODEL = torch.nn.Linear(2, 2)

@@ -107,11 +107,12 @@ def start_ranks(
     function: Callable[..., Any],
     world_size: int,
     *arguments: Any,
-    environment: dict[str, str] | None = None,
+    environment: dict[str, str | None] | None = None,
 ) -> tuple[list[Any], Any]:
     """Start `function(*arguments)` on every rank.
 
-    Return the processes and their queue, which must outlive them.
+    Return the processes and their queue, which must outlive them. A variable of the environment
+    that is None is not set on the ranks.
     """
     results = context.Queue()
     port = free_port()
@@ -140,7 +141,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *arguments: Any,
-    environment: dict[str, str] | None = None,
+    environment: dict[str, str | None] | None = None,
     timeout_seconds: float = 90.0,
     expect_failure: bool = False,
 ) -> list[Any]:
@@ -197,12 +198,15 @@ def _run(
     function: Callable[..., Any],
     arguments: Any,
     rank: int,
-    variables: dict[str, str],
+    variables: dict[str, str | None],
     results: Any,
     stack_directory: str,
 ) -> None:
-    os.environ.update(variables)
-    os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    for name, value in ({"TORCHELASTIC_RUN_ID": None} | variables).items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     unclosed = _make_warnings_errors()
     # The fork server has imported torch without the variable.
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

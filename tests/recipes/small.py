@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from hf_fsdp_recipes.tools.launch import ON_CPU
-from hf_fsdp_recipes.tools.rehearse import ranks_of, write_recipe
+from hf_fsdp_recipes.tools.rehearse import SMALL, write_recipe
 from tests.conftest import SENTENCES, make_tokenizer
 from tests.ranks.harness import template_environment
 from tests.recipes.launching import ROOT
@@ -48,9 +48,9 @@ def environment_of(recipe: Path, name: str | None = None) -> dict[str, str]:
     """
     name = name or command_of(recipe)[command_of(recipe).index("--accelerate_config") + 1]
     template = ROOT / "accelerate_configs" / f"{name}.yaml"
-    return template_environment(template, *ON_CPU, *ranks_of(template)) | {
-        "ACCELERATE_USE_CPU": "true"
-    }
+    num_ranks = 4 if "parallelism_config:" in template.read_text() else 2
+    ranks = [f"--num_processes={num_ranks}", *SMALL]
+    return template_environment(template, *ON_CPU, *ranks) | {"ACCELERATE_USE_CPU": "true"}
 
 
 def write_rows(dataset: str, directory: Path) -> Path:

@@ -106,7 +106,6 @@ WRONG_VALUES = {
     "dataset_name": ("./no-such.jsonl", "./no-such-folder", "no-such/dataset"),
     "resume_from_checkpoint": ("./no-such",),
     "push_to_hub": (True,),
-    "config_overrides": ("hidden_size=8",),
 }
 for name, values in WRONG_VALUES.items():
     for value in values:
@@ -155,10 +154,6 @@ BROKEN = {
     ),
     "no tokenizer": ("tokenizer", bad.model(bad.remove("*token*"))),
     "tokenizer is not JSON": ("tokenizer", bad.model(bad.write("tokenizer.json", "{"))),
-    "override of an unknown field": (
-        "no_such_field",
-        bad.new_model(config_overrides="no_such_field=3"),
-    ),
     "config of a new model is missing": ("no_such.json", bad.new_model(config_name="no_such.json")),
     "dataset is empty": ("rows.jsonl", bad.rows("")),
     "one row for two ranks": ("1 rows", bad.rows(TEXT_ROWS[:1])),

@@ -183,7 +183,7 @@ def _precision_of(argv):
 
 
 def _fail_to_export(arguments):
-    from hf_fsdp_recipes import callback
+    from hf_fsdp_recipes.saving import callback
 
     def fail(*arguments, **keywords):
         raise RuntimeError("the disk is on fire")

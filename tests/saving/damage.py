@@ -55,7 +55,7 @@ def forge(way, checkpoint, canary):
     """Put a payload into a checkpoint, and make its manifest match, as an attacker would."""
     from hf_fsdp_recipes.saving.hashing import read_facts
 
-    ATTACKS[way](checkpoint, canary)
+    (ATTACKS | ATTACKS_ON_TRAINER)[way](checkpoint, canary)
     manifest = checkpoint / "manifest.json"
     if manifest.is_file():
         content = json.loads(manifest.read_text())
@@ -114,8 +114,17 @@ def _saved(value):
     return stream.getvalue()
 
 
-def _random_state(checkpoint, canary):
-    (checkpoint / "rng_state_0.pth").write_bytes(_saved({"python": payload(canary)}))
+def _pickle(checkpoint, canary, pattern):
+    next(checkpoint.glob(pattern)).write_bytes(_saved({"python": payload(canary)}))
+
+
+# On files that Trainer writes without shards. They pass as intact; Trainer reads them with
+# restrictions.
+ATTACKS_ON_TRAINER = {
+    "random state": functools.partial(_pickle, pattern="rng_state*.pth"),
+    "schedule": functools.partial(_pickle, pattern="scheduler.pt"),
+    "optimizer": functools.partial(_pickle, pattern="optimizer.pt"),
+}
 
 
 ATTACKS = {
@@ -129,5 +138,5 @@ ATTACKS = {
     "entry in a folder": functools.partial(_entry, disguise="folder"),
     "entry like a tensor": functools.partial(_entry, disguise="tensor"),
     "entry in a dict without items": functools.partial(_entry, disguise="items"),
-    "random state": _random_state,  # passes as intact; Trainer reads it with restrictions
+    "random state": ATTACKS_ON_TRAINER["random state"],
 }

@@ -4,11 +4,14 @@ They train a tiny model with dropout for a few steps, and describe what came of 
 """
 
 import hashlib
+import json
 import logging
 import os
+import tempfile
+import time
 from pathlib import Path
 
-from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.errors import CheckpointError, ExportError
 
 LORA = {
     "r": 4,
@@ -103,15 +106,18 @@ def _tokenizer():
 def describe(trainer):
     """Return the losses, Trainer's best model and hashes of the weights and the optimizer's state.
 
-    Collective.
+    `trained` are the hashes of the trained weights, sorted. Collective.
     """
     state = trainer.state
-    optimizer = trainer.optimizer.state if trainer.optimizer else {}  # refused before training
+    # There is no optimizer until the model is prepared for training.
+    optimizer = trainer.optimizer.state if trainer.optimizer else {}
     parameters = sorted(trainer.model.named_parameters())
     return {
         "losses": {entry["step"]: entry["loss"] for entry in state.log_history if "loss" in entry},
         "best": (state.best_metric, state.best_global_step, state.best_model_checkpoint),
+        "step": state.global_step,
         "weights": [_digest(value) for _, value in parameters],
+        "trained": sorted(_digest(value) for _, value in parameters if value.requires_grad),
         "optimizer": [
             _digest(value)
             for _, parameter in parameters
@@ -124,15 +130,33 @@ def _digest(value):
     import torch
 
     full = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
-    content = full.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    # FSDP could not free memory that numpy has seen.
+    content = full.detach().clone().view(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha1(content).hexdigest()[:10]
+
+
+def digests_in(directory):
+    """Return the hashes of all weights in a checkpoint or an export, sorted."""
+    import torch
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    tensors = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+    shards = directory / "pytorch_model_fsdp_0"
+    if shards.is_dir():
+        with tempfile.NamedTemporaryFile() as file:
+            dcp_to_torch_save(shards, file.name)
+            tensors |= torch.load(file.name)["model"]
+    return sorted(map(_digest, tensors.values()))
 
 
 def train(output, *, stock=False, resume=True, callback=None, prepare=None, **options):
     """Train and return what came of it.
 
     This is `describe`, where the run resumed, this package's warnings and error, and what `prepare`
-    noted.
+    noted. A SystemExit is not caught.
 
     `resume` is a checkpoint, or whether to resume from the latest one. `stock` trains without our
     callback, `callback` holds its arguments, `prepare` is called with the trainer and may append to
@@ -152,21 +176,60 @@ def train(output, *, stock=False, resume=True, callback=None, prepare=None, **op
         prepare(trainer)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except CheckpointError as found:
+    except (CheckpointError, ExportError) as found:
         error = str(found)
     resumed = checkpoint and Path(checkpoint).name
     outcome = {"resumed": resumed, "warnings": warnings, "notes": trainer.notes, "error": error}
     return describe(trainer) | outcome
 
 
-def on(trainer, event, action):
-    """Call `action(state, control)` at an event of the trainer, before our callback."""
+class Trial(dict):
+    """What Trainer needs of a trial of optuna."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+        self.params = {}
+
+
+def search(output, **callback):
+    """Train the trials 0 and 1, as a hyperparameter search does. Return the error that ends it.
+
+    `callback` holds the arguments of our callback.
+    """
+    import transformers
+    from transformers.trainer_utils import HPSearchBackend
+
+    from hf_fsdp_recipes import ShardedCheckpointCallback
+    from hf_fsdp_recipes.upstream import patches
+
+    patches.enable_cpu_ranks()
+    transformers.integrations.hp_params = dict
+    trainer = make_trainer(output, [ShardedCheckpointCallback(**callback)])
+    trainer.model_init = lambda: make_trainer(output.with_name("unused")).model
+    trainer.hp_search_backend = HPSearchBackend.OPTUNA
+    trainer.hp_space = lambda trial: {}
+    try:
+        for number in (0, 1):
+            trainer.train(trial=Trial(number))
+    except (CheckpointError, ExportError) as error:
+        return str(error)
+    return None
+
+
+def on(trainer, event, action, is_last=False):
+    """Call `action(state, control)` at an event of the trainer, before our callback.
+
+    If `is_last`, call it after all other callbacks.
+    """
     from transformers import TrainerCallback
 
     def act(self, args, state, control, **kwargs):
         action(state, control)
 
-    trainer.callback_handler.callbacks.insert(0, type("Act", (TrainerCallback,), {event: act})())
+    callback = type("Act", (TrainerCallback,), {event: act})()
+    callbacks = trainer.callback_handler.callbacks
+    callbacks.insert(len(callbacks) if is_last else 0, callback)
 
 
 def before_writing(fragment, action):
@@ -183,6 +246,29 @@ def before_writing(fragment, action):
     hashing.open_hashed = act
 
 
+def before_last_file(trainer, step, action):
+    """Call `action` on each rank before Trainer writes its last file of the save at a step."""
+    save = trainer._save_rng_state
+
+    def act(directory):
+        if trainer.state.global_step == step:
+            action()
+        save(directory)
+
+    trainer._save_rng_state = act
+
+
+def slow_disk():
+    """Let the files of a save take longer to be flushed to disk than the next step takes."""
+    flush = os.fsync
+
+    def flush_late(descriptor):
+        time.sleep(0.02)
+        flush(descriptor)
+
+    os.fsync = flush_late
+
+
 def collect_warnings():
     """Return a list to which this package's warnings are added."""
     messages = []
@@ -195,15 +281,43 @@ def collect_warnings():
 def steps_in(output):
     """Return the steps of all directories named like a checkpoint.
 
-    Check that each of them is complete and intact.
+    Check that each of them is intact, and that its manifest lists all of its files.
     """
     from hf_fsdp_recipes.saving.directory import list_checkpoints, step_of
     from hf_fsdp_recipes.saving.resume import find_damage
 
-    found = list_checkpoints(output)
+    found = list_checkpoints(Path(output))
     assert [find_damage(checkpoint) for checkpoint in found] == [None] * len(found)
+    for checkpoint in found:
+        assert not checkpoint.is_symlink()
+        files = {name for name, content in contents_of(checkpoint).items() if content is not None}
+        assert "manifest.json" in files, f"{checkpoint.name} has no manifest"
+        listed = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        unlisted = files - {"manifest.json"} - listed.keys()
+        assert not unlisted, f"the manifest of {checkpoint.name} does not list {unlisted}"
     return sorted(step_of(checkpoint) for checkpoint in found)
 
 
+def contents_of(directory):
+    """Return the content of each file below a directory; None stands for a directory."""
+    directory = Path(directory)
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
+        for path in directory.rglob("*")
+    }
+
+
+def names_in(directory):
+    """Return the names in a directory, sorted. A directory that is not there has none."""
+    return sorted(path.name for path in Path(directory).glob("*"))
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 120
+    while not os.path.lexists(path):
+        assert time.monotonic() < deadline, f"{path.name} does not appear"
+        time.sleep(0.05)
+
+
 def rank():
-    return int(os.environ["RANK"])
+    return int(os.environ.get("RANK", "0"))

@@ -1,14 +1,21 @@
 """A damaged or forged checkpoint is skipped before anything is loaded, and no code from it runs."""
 
 import contextlib
+import functools
 import json
+import os
 import pickle
 import random
+import re
 import shutil
 
 import pytest
+from typer.testing import CliRunner
 
+from hf_fsdp_recipes import cli
+from hf_fsdp_recipes.errors import RecipeError
 from tests.saving.damage import ATTACKS, PART, damage, forge
+from tests.saving.runs import contents_of, steps_in
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +46,29 @@ def _edit_manifest(change, is_hashed=False):
     return edit
 
 
+def _replace_by_pipe(name):
+    def replace(checkpoint):
+        (checkpoint / name).unlink(missing_ok=True)
+        os.mkfifo(checkpoint / name)
+
+    return replace
+
+
+def _replace_by_device(checkpoint):
+    (checkpoint / "scheduler.pt").unlink()
+    (checkpoint / "scheduler.pt").symlink_to("/dev/zero")
+
+
+def _list_a_file_outside(checkpoint, is_absolute=False):
+    """List a file that lies elsewhere, with its true size and hash."""
+    from hf_fsdp_recipes.saving.hashing import read_facts
+
+    outside = checkpoint.parent / "outside.txt"
+    outside.write_text("of a person")
+    name = str(outside) if is_absolute else "../outside.txt"
+    _edit_manifest(lambda m: m["files"].update({name: read_facts(outside)}))(checkpoint)
+
+
 DAMAGE = {
     "a flipped bit": _damage("pytorch_model_fsdp_0/__1_0.distcp", "flip"),
     "a truncated file": _damage("optimizer_0/__0_0.distcp", "truncate"),
@@ -59,9 +89,16 @@ DAMAGE = {
     "a file name that no file has": _edit_manifest(
         lambda m: m["files"].update({"\0": {"bytes": 0, "xxh3": ""}})
     ),
+    "a name outside of it": _list_a_file_outside,
+    "an absolute name": functools.partial(_list_a_file_outside, is_absolute=True),
+    "a pipe": _replace_by_pipe("scheduler.pt"),
+    "a pipe for a manifest": _replace_by_pipe("manifest.json"),
+    "a pipe that torch would read": _replace_by_pipe("optimizer_0/__1.metadata"),
+    "a device": _replace_by_device,
 }
 
 
+@pytest.mark.timeout(20)  # a pipe or a device could be read for ever
 @pytest.mark.parametrize("change", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(output, caplog, change):
     from hf_fsdp_recipes import latest_checkpoint
@@ -71,6 +108,88 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(output, caplog, chan
     assert [record.getMessage().partition(" is skipped: ")[0] for record in caplog.records] == [
         f"{output}/checkpoint-4"
     ]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("arguments", [[], ["--verify"]])
+@pytest.mark.parametrize("name", ["scheduler.pt", "manifest.json", "optimizer_0/__1.metadata"])
+def test_the_list_of_checkpoints_shows_a_pipe_as_damage(output, name, arguments):
+    _replace_by_pipe(name)(output / "checkpoint-4")
+    listed = CliRunner().invoke(cli.app, ["checkpoints", str(output), *arguments])
+    assert listed.exit_code == 0
+    lines = {line.split()[0]: line.split()[-1] for line in listed.output.splitlines()}
+    assert lines["2"] == "complete"
+    if arguments or name != "optimizer_0/__1.metadata":
+        assert lines["4"] != "complete"
+
+
+def _edit_state(checkpoint):
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state | {"save_steps": 7}))
+
+
+def _add_note(checkpoint):
+    (checkpoint / "note.txt").write_text("of a person")
+    _edit_state(checkpoint)
+
+
+CHANGES = {
+    "an edited state": _edit_state,
+    "an added file": _add_note,
+    "a removed file": lambda checkpoint: (checkpoint / "config.json").unlink(),
+    "no manifest": _damage("manifest.json", "delete"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_a_person_changed_is_accepted_by_the_command_that_the_warning_names(
+    run, output, caplog, change
+):
+    from hf_fsdp_recipes import latest_checkpoint
+
+    checkpoint = output / "checkpoint-4"
+    before = json.loads((checkpoint / "manifest.json").read_text())
+    change(checkpoint)
+    kept = ["step"]
+    if (checkpoint / "manifest.json").exists():
+        kept += ["run", "world_size", "global_batch_size"]
+    assert latest_checkpoint(output) == str(output / "checkpoint-2")
+    arguments = re.search(r"hf-fsdp (checkpoints \S+ --accept \S+)", caplog.text)[1].split()
+    accepted = CliRunner().invoke(cli.app, arguments)
+    assert accepted.exit_code == 0, accepted.output
+    assert latest_checkpoint(output) == str(checkpoint)
+    assert steps_in(output) == [2, 4]
+    after = json.loads((checkpoint / "manifest.json").read_text())
+    assert [after[key] for key in kept] == [before[key] for key in kept]
+    assert run(output, max_steps=5)[0]["resumed"] == "checkpoint-4"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["scheduler.pt", "optimizer_0/__1.metadata"])
+def test_a_pipe_is_not_accepted(output, name):
+    checkpoint = output / "checkpoint-4"
+    _replace_by_pipe(name)(checkpoint)
+    before = (checkpoint / "manifest.json").read_bytes()
+    refused = CliRunner().invoke(cli.app, ["checkpoints", str(output), "--accept", "4"])
+    assert isinstance(refused.exception, RecipeError)
+    assert (checkpoint / "manifest.json").read_bytes() == before
+
+
+def test_a_checkpoint_that_is_not_there_is_not_accepted(output):
+    before = contents_of(output)
+    refused = CliRunner().invoke(cli.app, ["checkpoints", str(output), "--accept", "3"])
+    assert isinstance(refused.exception, RecipeError)
+    assert "checkpoint-3" in str(refused.exception)
+    assert contents_of(output) == before
+
+
+def test_a_forged_checkpoint_that_is_accepted_is_still_skipped_and_runs_no_code(output, tmp_path):
+    from hf_fsdp_recipes import latest_checkpoint
+
+    forge("entry", output / "checkpoint-4", tmp_path / "canary")
+    CliRunner().invoke(cli.app, ["checkpoints", str(output), "--accept", "4"])
+    assert latest_checkpoint(output) == str(output / "checkpoint-2")
+    assert not (tmp_path / "canary").exists()
 
 
 def test_a_manifest_without_step_is_enough_to_resume(output):

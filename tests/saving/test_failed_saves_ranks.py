@@ -4,14 +4,26 @@ Only the last one's failure is an error, on every rank.
 """
 
 import errno
+import functools
+import json
 import os
+import re
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.saving.runs import BEST, before_writing, on, rank, steps_in
+from tests.saving.runs import (
+    BEST,
+    before_last_file,
+    before_writing,
+    names_in,
+    on,
+    rank,
+    steps_in,
+)
 
 
 def _fail():
@@ -103,16 +115,84 @@ def test_a_failure_in_trainers_own_files_on_one_rank_fails_the_save_on_all(run, 
 
 def _spoil_weights_at_step_3(trainer):
     def spoil(state, control):
-        if state.global_step == 3 and rank() == 1:
-            next(trainer.model.parameters()).data.to_local()[0] = float("nan")
+        if state.global_step == 3 and rank() == trainer.args.world_size - 1:
+            weight = next(trainer.model.parameters()).data
+            local = weight.to_local() if hasattr(weight, "to_local") else weight
+            local[0] = float("nan")
 
     on(trainer, "on_step_end", spoil)
 
 
-def test_weights_with_nan_do_not_replace_a_usable_checkpoint(run, tmp_path):
-    for result in run(tmp_path, save_total_limit=1, prepare=_spoil_weights_at_step_3):
-        assert "contains NaN" in result["error"]
-    assert steps_in(tmp_path) == [2]
+WORLDS = pytest.mark.parametrize("world", ["fsdp", "ddp", "one"])
+
+
+@WORLDS
+def test_weights_with_nan_end_the_run_at_once_and_replace_no_checkpoint(run, tmp_path, world):
+    options = {"max_steps": 20, "save_total_limit": 1, "prepare": _spoil_weights_at_step_3}
+    results = run(tmp_path, world=world, **options)
+    errors = {result["error"] for result in results}
+    assert len(errors) == 1 and "model.embed_tokens.weight contains NaN" in errors.pop()
+    assert all(result["step"] <= 6 for result in results)
+    assert steps_in(tmp_path) == [2] and names_in(tmp_path) == ["checkpoint-2"]
+
+
+def _fail_on_the_last_rank(trainer, steps):
+    if rank() == trainer.args.world_size - 1:
+        for step in steps:
+            before_last_file(trainer, step, _fail)
+
+
+@WORLDS
+def test_one_failed_save_is_a_warning_and_training_continues(run, tmp_path, world):
+    prepare = functools.partial(_fail_on_the_last_rank, steps=[4])
+    results = run(tmp_path, world=world, max_steps=6, prepare=prepare)
+    assert [result["error"] for result in results] == [None] * len(results)
+    assert steps_in(tmp_path) == [2, 6] and names_in(tmp_path) == ["checkpoint-2", "checkpoint-6"]
+    (warning,) = results[0]["warnings"]
+    assert warning.startswith("checkpoint-4 was not saved") and "No space left" in warning
+
+
+@WORLDS
+def test_two_failed_saves_in_a_row_end_the_run_with_the_reason(run, tmp_path, world):
+    prepare = functools.partial(_fail_on_the_last_rank, steps=[4, 6, 8, 10])
+    results = run(tmp_path, world=world, max_steps=20, prepare=prepare)
+    errors = {result["error"] for result in results}
+    assert len(errors) == 1
+    assert re.match("training stops: .*No space left on device", errors.pop())
+    assert all(6 <= result["step"] <= 8 for result in results)
+    assert steps_in(tmp_path) == [2] and names_in(tmp_path) == ["checkpoint-2"]
+
+
+def _have_no_memory(trainer):
+    import psutil
+
+    psutil.virtual_memory = lambda: SimpleNamespace(available=0)
+
+
+def test_without_memory_for_a_copy_all_saves_succeed_and_this_is_said_once(run, tmp_path):
+    results = run(tmp_path, prepare=_have_no_memory, save_steps=1)
+    assert results[0]["error"] is None and steps_in(tmp_path) == [1, 2, 3, 4]
+    assert len(results[0]["warnings"]) == 1
+
+
+def _sample_without_do_sample(trainer):
+    """Have a generation config that transformers loads, but refuses to save."""
+    trainer.model.generation_config.temperature = 0.9
+
+
+def test_a_generation_config_that_cannot_be_saved_is_written_as_the_model_came_with_it(
+    run, tmp_path
+):
+    options = {
+        "prepare": _sample_without_do_sample,
+        "callback": {"export_dir": tmp_path / "export"},
+    }
+    results = run(tmp_path / "run", **options)
+    assert results[0]["error"] is None and results[0]["warnings"] == []
+    assert steps_in(tmp_path / "run") == [2, 4]
+    for directory in (tmp_path / "run" / "checkpoint-4", tmp_path / "export"):
+        written = json.loads((directory / "generation_config.json").read_text())
+        assert written["temperature"] == 0.9 and not written.get("do_sample")
 
 
 def _have_no_locks(trainer):

@@ -12,6 +12,7 @@ import torch
 
 from hf_fsdp_recipes import keep_global_batch
 from hf_fsdp_recipes.errors import CheckpointError
+from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
 from tests.saving.runs import describe, on, train
 
 # These files contain the output directory.
@@ -102,3 +103,27 @@ def test_a_batch_that_the_ranks_cannot_train_is_an_error(tmp_path):
         CheckpointError, match="global batch of 8 rows, which 1 ranks with 3 rows each cannot train"
     ):
         keep_global_batch(SimpleNamespace(train_batch_size=3, world_size=1), tmp_path)
+
+
+def _accumulation_with_two_ranks_a_row(checkpoint, is_in_arguments):
+    """Return the accumulation with which each batch is as large as the checkpoint's."""
+    from accelerate.parallelism_config import ParallelismConfig
+    from transformers import TrainingArguments
+
+    arguments = {"per_device_train_batch_size": 2, "use_cpu": True}
+    if is_in_arguments:
+        arguments["parallelism_config"] = ParallelismConfig(cp_size=2)
+    args = TrainingArguments(str(checkpoint), **arguments)
+    keep_global_batch(args, checkpoint)
+    return args.gradient_accumulation_steps
+
+
+@pytest.mark.parametrize("is_in_arguments", [False, True])
+def test_ranks_that_share_the_rows_of_a_context_count_as_one(tmp_path, is_in_arguments):
+    (tmp_path / "manifest.json").write_text('{"files": {}, "global_batch_size": 4}')
+    parallel = None if is_in_arguments else {"cp_size": 2, "dp_shard_size": 1}
+    environment = fsdp_environment(FSDP2, parallel)
+    accumulation = run_ranks(
+        _accumulation_with_two_ranks_a_row, 2, tmp_path, is_in_arguments, environment=environment
+    )
+    assert accumulation == [2, 2]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.harness import context, free_port
-from tests.saving.runs import on, rank, steps_in, train
+from tests.saving.runs import names_in, on, rank, steps_in, train, wait_for
 
 SLOW = pytest.mark.slow
 
@@ -50,6 +50,35 @@ def test_a_signal_on_one_rank_saves_the_same_step_on_all_and_exits_with_85(
     assert run(tmp_path, max_steps=step + 1, **options)[0]["resumed"] == f"checkpoint-{step}"
 
 
+def _signal_in_evaluation(trainer):
+    """Send a signal in the first prediction step. Count the prediction steps in a file."""
+    file = Path(f"{trainer.args.output_dir}-predicted-{rank()}")
+
+    def send(state, control):
+        if rank() == trainer.args.world_size - 1 and not file.exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+        with file.open("a") as stream:
+            stream.write(f"{state.global_step} ")
+
+    on(trainer, "on_prediction_step", send)
+
+
+@pytest.mark.parametrize("world", ["fsdp", "ddp", "one"])
+def test_a_signal_in_an_evaluation_stops_it_and_the_run_is_resumed_exactly(run, tmp_path, world):
+    options = {"world": world, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+    options |= {"per_device_eval_batch_size": 1, "max_steps": 3}
+    whole = run(tmp_path / "whole", **options)
+    stopped = options | {"prepare": _signal_in_evaluation, "expect_failure": True}
+    errors = run(tmp_path / "run", **stopped)
+    assert errors == [("SystemExit", "85")] * len(whole)
+    for number in range(len(whole)):  # of at least four prediction steps
+        assert len((tmp_path / f"run-predicted-{number}").read_text().split()) < 4
+    assert steps_in(tmp_path / "run") == [2] and names_in(tmp_path / "run") == ["checkpoint-2"]
+    resumed = run(tmp_path / "run", **options)
+    assert resumed[0]["resumed"] == "checkpoint-2"
+    assert resumed[0]["weights"] == whole[0]["weights"]
+
+
 def _launch_two_ranks(environment, output):
     """Fork two ranks, as a launcher does, and wait to be killed."""
     os.environ |= {
@@ -78,16 +107,9 @@ def _report_steps(trainer):
 def test_when_the_launcher_dies_all_ranks_save_the_same_step_and_exit_with_85(fsdp, tmp_path):
     launcher = context.Process(target=_launch_two_ranks, args=(fsdp, tmp_path / "run"))
     launcher.start()
-    _wait_for(tmp_path / "run-started")
+    wait_for(tmp_path / "run-started")
     launcher.kill()
     for number in range(2):
-        _wait_for(tmp_path / f"error-{number}")
+        wait_for(tmp_path / f"error-{number}")
         assert os.readlink(tmp_path / f"error-{number}") == "SystemExit(85)"
     assert len(steps_in(tmp_path / "run")) == 1
-
-
-def _wait_for(path):
-    deadline = time.monotonic() + 120
-    while not os.path.lexists(path):
-        assert time.monotonic() < deadline, f"{path.name} does not appear"
-        time.sleep(0.2)

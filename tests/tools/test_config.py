@@ -5,13 +5,14 @@ import yaml
 from typer.testing import CliRunner
 
 from hf_fsdp_recipes.cli import app
-from hf_fsdp_recipes.errors import ToolError
+from hf_fsdp_recipes.errors import RecipeError
+from hf_fsdp_recipes.settings import read_settings
 from hf_fsdp_recipes.tools.config import find_faults
-from hf_fsdp_recipes.tools.files import find_file, read_yaml, shipped_files
+from hf_fsdp_recipes.tools.files import find_file, shipped_files
 from tests.ranks.harness import template_environment
 
 TEMPLATES = shipped_files("template")
-HYBRID = read_yaml(find_file("template", "hybrid_shard"))
+HYBRID = read_settings(find_file("template", "hybrid_shard"))
 run = CliRunner().invoke
 
 
@@ -93,5 +94,5 @@ def test_all_faults_are_reported_at_once(tmp_path):
 @pytest.mark.parametrize("text", ["a: [", "- a", "", "a: \x00", "a: 2024-13-01"])
 def test_a_file_that_is_no_config_is_one_error_with_its_name(tmp_path, text):
     (tmp_path / "bad.yaml").write_text(text)
-    with pytest.raises(ToolError, match=r"bad\.yaml"):
-        read_yaml(tmp_path / "bad.yaml")
+    with pytest.raises(RecipeError, match=r"bad\.yaml"):
+        read_settings(tmp_path / "bad.yaml")

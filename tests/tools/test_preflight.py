@@ -216,7 +216,10 @@ def start(rank, port, *arguments, num_machines=2, **variables):
 @pytest.mark.parametrize(("options", "ranks"), [([], 4), (["--num_processes", "6"], 6)])
 def test_the_template_says_what_the_command_line_leaves_out(tmp_path, options, ranks):
     template, port = tmp_path / "mine.yaml", free_port()
-    template.write_text(f"num_processes: 4\nmain_process_ip: null\nmain_process_port: {port}\n")
+    template.write_text(
+        f"distributed_type: FSDP\nnum_processes: 4\nmain_process_ip: null\n"
+        f"main_process_port: {port}\n"
+    )
     result = CliRunner().invoke(app, ["preflight", "--accelerate_config", str(template), *options])
     assert f"num_machines 1, num_processes {ranks}, python" in result.output
     assert ", template mine (" in result.output

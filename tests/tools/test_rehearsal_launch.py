@@ -15,10 +15,10 @@ from hf_fsdp_recipes.tools.launch import find_error
 from hf_fsdp_recipes.tools.plan.job import find_config
 from hf_fsdp_recipes.tools.rehearse import (
     COMPARED,
+    SMALL,
     TOLERANCE,
     compare,
     find_errors,
-    ranks_of,
     rehearse,
     write_recipe,
 )
@@ -96,7 +96,7 @@ def test_a_combination_whose_ranks_train_differently_is_refused(local, tmp_path,
     monkeypatch.setattr("hf_fsdp_recipes.tools.rehearse.COMPARED", wrong)
     template = find_file("template", "full_shard")
     with pytest.raises(ToolError, match=r"lora_.* is trained differently on ranks than in one"):
-        compare(template, [*recipe, *ranks_of(template)], tmp_path)
+        compare(template, [*recipe, "--num_processes=2", *SMALL], tmp_path, 2)
 
 
 def write_changes(directory, start, one, ranks):
@@ -150,9 +150,9 @@ def test_an_error_of_the_run_is_the_rehearsals(local, tmp_path):
 
 @pytest.mark.parametrize("file", shipped_files("recipe"), ids=lambda file: file.stem)
 def test_every_recipes_model_shrinks(file):
-    from hf_fsdp_recipes.training.arguments import read_recipe
+    from hf_fsdp_recipes.settings import read_settings
 
-    fields = read_recipe(file)
+    fields = read_settings(file)
     name = fields.get("model_name_or_path", "HuggingFaceTB/SmolLM2-135M-Instruct")
     config = find_config(
         str(file.parent / fields["config_name"]) if "config_name" in fields else name

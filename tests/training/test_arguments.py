@@ -48,11 +48,12 @@ def test_a_path_is_found_beside_the_recipe(parse, tmp_path):
             "learning is not an argument",
         ),  # argparse would take it for learning_rate
         ("max_steps: 3\nmax_steps: 4\n", (), "max_steps is set twice"),
-        ("max_steps: 2.5\n", (), "max_steps is 2.5"),
-        ("learning_rate: [1.0e-3]\n", (), "learning_rate is [0.001]"),
+        ("max_steps: 2.5\n", (), "invalid int value: '2.5'"),
+        ("learning_rate: [1.0e-3]\n", (), "invalid float value: '[0.001]'"),
         ("max_steps: many\n", (), "many"),
         ("prompt_format: poem\n", (), "poem"),
         ("save_strategy: sometimes\n", (), "sometimes"),
+        ("no: 1\n", (), "False is not an argument"),
         ("a: [\n", (), "cannot be read"),
         ("- a\n", (), "cannot be read"),
     ],
@@ -66,3 +67,15 @@ def test_a_mistake_is_one_sentence(parse, lines, options, says):
 def test_a_missing_recipe_is_named():
     with pytest.raises(RecipeError, match=r"nothing\.yaml cannot be read"):
         parse_arguments(["--config", "nothing.yaml"])
+
+
+def test_every_kind_of_value_in_a_recipe_reaches_trl(parse):
+    found = parse(
+        "lora_target_modules: all-linear\npad_to_multiple_of: 8\nmax_length: null\npacking: true\n"
+        "lr_scheduler_kwargs: {min_lr: 0.1}\neval_strategy: 'no'\nweight_decay: 1\n"
+    )
+    assert found.model.lora_target_modules == "all-linear"
+    assert found.training.pad_to_multiple_of == 8
+    assert found.training.max_length is None and found.training.packing is True
+    assert found.training.lr_scheduler_kwargs == {"min_lr": 0.1}
+    assert found.training.weight_decay == 1.0

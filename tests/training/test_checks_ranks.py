@@ -19,7 +19,6 @@ STREAM = {"dataset_streaming": "true", "max_steps": "3"}
 REFUSED = [
     ({"config_name": "c"}, {}, "either model_name_or_path"),
     ({"dataset_name": None}, {}, "either dataset_name"),
-    ({"config_overrides": "hidden_size=8"}, {}, "config_overrides needs config_name"),
     ({"output_dir": ""}, {}, "output_dir is empty"),
     ({"gradient_accumulation_steps": "0"}, {}, "gradient_accumulation_steps is 0"),
     ({"max_length": "0"}, {}, "max_length is 0"),
@@ -27,7 +26,6 @@ REFUSED = [
     ({"num_train_epochs": "0"}, {}, "num_train_epochs is 0"),
     ({"validation_split_percentage": "100"}, {}, "validation_split_percentage is 100"),
     (STREAM | {"validation_split_percentage": "4"}, {}, "A stream cannot be split"),
-    ({"streaming": "true"}, {}, "dataset_streaming belongs to dataset_name"),
     ({"lora_r": "4"}, {}, "lora_r without use_peft"),
     ({"merge_adapter": "true"}, {}, "merge_adapter needs use_peft"),
     ({}, {"WORLD_SIZE": "2"}, "2 ranks were launched, but Trainer sees 1"),

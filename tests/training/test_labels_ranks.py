@@ -12,8 +12,8 @@ from tests.recipes.launching import CPU, SETTINGS, write_recipe
 GOOD = {"prompt": "Why? ", "completion": "So."}
 LONG = {"prompt": "The big fox runs over the fence. " * 9, "completion": "So."}
 MASKED = {"input_ids": [7, 8, 9], "labels": [7, -100, -100]}
-CUT = "max_length: 32 cuts off all tokens that count for the loss"
-EMPTY = "they are empty, have no label but -100"
+CUT = "no token counts for the loss.* max_length: 32 cuts these tokens off"
+EMPTY = "no token counts for the loss. They are empty, have no label but -100"
 STREAM = {"dataset_streaming": True}
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 1}
 

@@ -3,14 +3,13 @@
 If the recipe does not fit, lists options that save memory.
 """
 
-import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Exit, Option
 
-from hf_fsdp_recipes.errors import ToolError
+from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.tools.files import RecipeOption, TemplateOption
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 CONTEXT_BYTES = 0.9e9  # the GPU's context with cuBLAS
 NCCL_BYTES = 0.6e9  # NCCL's buffers
 FRAGMENTATION = 0.03  # fragmented share of temporary memory
-MFU = 0.4
 
 # Options that save memory. The first ones cost nothing. The last ones change what is trained.
 ADVICE = (
@@ -44,9 +42,6 @@ def plan(
     gpu_memory: Annotated[
         str, Option("--gpu_memory", help="Memory of one GPU, such as 24GB.")
     ] = "80GB",
-    gpu_tflops: Annotated[
-        float, Option("--gpu_tflops", help="The GPU's bf16 peak; an A100 has 312.")
-    ] = 312.0,
 ) -> None:
     """Will it fit? Predict the memory of one GPU from the model's config alone.
 
@@ -54,69 +49,49 @@ def plan(
     The arguments are those of `hf-fsdp sft`. Options of `accelerate launch` and fields of the
     recipe can follow in any order.
     """
-    from hf_fsdp_recipes.tools.plan.job import read_config, read_job
+    from hf_fsdp_recipes.tools.plan.job import read_job
 
-    try:
+    with explained(ToolError, f"--gpu_memory is {gpu_memory}, not gigabytes, such as 24GB"):
         limit_gigabytes = float(gpu_memory.upper().removesuffix("GB"))
-    except ValueError as error:
-        raise ToolError(f"--gpu_memory is {gpu_memory}. Pass gigabytes, such as 24GB.") from error
-    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it logs notes about launching
     warnings.simplefilter("ignore", FutureWarning)
     job = read_job(config, accelerate_config, context.args)
-    try:
+    problem = "plan needs what an installed version lacks (tested: TRL 1.16 with torch 2.13)"
+    with explained(ToolError, problem):
         from hf_fsdp_recipes.tools.plan.step import measure_step
-    except ImportError as error:
-        raise ToolError(
-            f"plan needs what an installed version lacks: {error}. TRL 1.16 with torch 2.13 is "
-            "tested."
-        ) from error
-    peak, flops = measure_step(read_config(job), job)
-    parts = find_parts(job, peak)
-    print("\n".join(describe(job, parts, flops, gpu_tflops)), flush=True)
-    if job.on_cpu:
-        print()
-    elif sum(parts.values()) <= limit_gigabytes * 1e9:
-        print(f"fits in {limit_gigabytes:g} GB")
-    else:
+    parts = measure_step(job.config, job)
+    if not job.on_cpu:
+        parts["context, NCCL, fragmentation (assumed)"] = assumed_bytes(job, parts)
+    print_parts(job, parts)
+    if sum(parts.values()) > limit_gigabytes * 1e9:
         print(
             f"does not fit in {limit_gigabytes:g} GB. Options that save memory, if not set yet:",
             *ADVICE,
             sep="\n  ",
         )
         raise Exit(1)
+    print(f"fits in {limit_gigabytes:g} GB")
 
 
-def find_parts(job: "Job", peak: dict[str, int]) -> dict[str, float]:
-    """Return the bytes of each kind that a rank needs at the peak. On GPUs, add what is assumed."""
-    if job.on_cpu:
-        return {**peak}
-    resident = ("parameters", "optimizer state")
-    temporary = sum(size for name, size in peak.items() if name not in resident)
-    assumed = CONTEXT_BYTES + FRAGMENTATION * temporary
-    if job.num_ranks > 1:
-        assumed += NCCL_BYTES
-    return {**peak, "context, NCCL, fragmentation (assumed)": assumed}
+def assumed_bytes(job: "Job", parts: Mapping[str, float]) -> float:
+    """Return what a rank needs on a GPU besides its tensors."""
+    temporary = sum(parts.values())
+    for resident in ("parameters", "optimizer state"):
+        temporary -= parts.get(resident, 0)
+    nccl = NCCL_BYTES if job.num_ranks > 1 else 0
+    return CONTEXT_BYTES + FRAGMENTATION * temporary + nccl
 
 
-def describe(
-    job: "Job", parts: dict[str, float], flops: int | None, gpu_tflops: float
-) -> Iterator[str]:
-    """Generate the lines of text that describe the plan."""
-    training = job.arguments.training
+def print_parts(job: "Job", parts: Mapping[str, float]) -> None:
+    """Print the planned run and what takes the memory of a rank."""
     rows, length = job.shape
-    yield (
+    training = job.arguments.training
+    print(
         f"{job.num_ranks} ranks; each: {rows} x {length} tokens, "
         f"{training.gradient_accumulation_steps} times per step"
     )
-    yield "memory of one rank at the peak of a step:"
+    print("memory of one rank at the peak of a step:")
     for name, size in sorted(parts.items(), key=lambda part: -part[1]):
-        yield f"{size / 1e9:9.2f} GB  {name}"
-    yield f"{sum(parts.values()) / 1e9:9.2f} GB  in total"
-    if flops and not job.on_cpu:
-        seconds = flops / (MFU * gpu_tflops * 1e12)
-        yield (
-            f"{seconds:9.2g} s   for a step, if GPUs reach {MFU:.0%} of {gpu_tflops:g} TFLOP/s "
-            "(assumed)"
-        )
+        print(f"{size / 1e9:9.2f} GB  {name}")
+    print(f"{sum(parts.values()) / 1e9:9.2f} GB  in total")
     if training.use_liger_kernel:
-        yield "The plan does not know Liger's kernels, with which a rank needs less."
+        print("The plan does not know Liger's kernels, with which a rank needs less.")

@@ -11,14 +11,11 @@ from unittest.mock import patch
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_fsdp_recipes.errors import ToolError, describe
+from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.tools.files import find_file
-from hf_fsdp_recipes.tools.launch import parse_launch
+from hf_fsdp_recipes.tools.launch import read_launch
 from hf_fsdp_recipes.training.arguments import Arguments, parse_arguments
-from hf_fsdp_recipes.upstream.accelerate_internals import (
-    prepare_multi_gpu_env,
-    validate_launch_command,
-)
+from hf_fsdp_recipes.upstream.accelerate_internals import prepare_multi_gpu_env
 
 
 class Job(NamedTuple):
@@ -28,6 +25,12 @@ class Job(NamedTuple):
     environment: dict[str, str]  # of a rank
     num_ranks: int  # on all nodes
     on_cpu: bool
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The config of the model."""
+        name = self.arguments.recipe.config_name or self.arguments.model.model_name_or_path
+        return find_config(str(name))
 
     @property
     def num_replicas(self) -> int:
@@ -72,8 +75,9 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
         RecipeError: a file does not exist or cannot be read, an option is unknown, or the template
             is not for FSDP2.
     """
-    parsed = parse_launch(find_file("template", template), ["--main_process_port=0", *options])
-    launch, _, _ = validate_launch_command(parsed)
+    config = ["--config", str(find_file("recipe", recipe))] if recipe else []
+    arguments = ["--main_process_port=0", *config, *options]
+    launch = read_launch(find_file("template", template), arguments)
     environment = prepare_multi_gpu_env(launch)
     if environment.get("FSDP_VERSION") != "2":
         raise ToolError(
@@ -81,19 +85,9 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
             "fsdp_version: 2."
         )
     environment["ACCELERATE_USE_CPU"] = "true"  # so that any machine can read a recipe for GPUs
-    argv = ["--config", str(find_file("recipe", recipe))] if recipe else []
     with patch.dict(os.environ, environment):
-        arguments = parse_arguments([*argv, *launch.training_script_args])
-    return Job(arguments, environment, launch.num_processes, bool(launch.use_cpu))
-
-
-def read_config(job: Job) -> PreTrainedConfig:
-    """Return the config of the job's model, with the recipe's overrides."""
-    recipe = job.arguments.recipe
-    config = find_config(recipe.config_name or str(job.arguments.model.model_name_or_path))
-    if recipe.config_overrides:
-        config.update_from_string(recipe.config_overrides)
-    return config
+        parsed_script = parse_arguments(launch.training_script_args)
+    return Job(parsed_script, environment, launch.num_processes, bool(launch.use_cpu))
 
 
 def find_config(name: str) -> PreTrainedConfig:
@@ -103,7 +97,5 @@ def find_config(name: str) -> PreTrainedConfig:
     """
     copy = Path(__file__).parents[1] / "models" / f"{name.replace('/', '--')}.json"
     has_copy = copy.is_file() and not Path(name).is_dir()
-    try:
+    with explained(ToolError, f"the config of {name} cannot be read"):
         return AutoConfig.from_pretrained(copy if has_copy else name)
-    except (OSError, ValueError) as error:
-        raise ToolError(f"the config of {name} cannot be read: {describe(error)}") from error

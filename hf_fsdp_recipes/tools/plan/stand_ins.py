@@ -4,9 +4,6 @@ The functions differ on a GPU, or cannot run on fake tensors.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
-from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -66,16 +63,8 @@ def pack_linears(model: PreTrainedModel, dtype: torch.dtype, is_nested: bool) ->
             model.set_submodule(name, PackedLinear(module, dtype, is_nested))
 
 
-def replaced_functions(job: Job) -> ExitStack:
-    """Replace functions that differ on a GPU or fail on fake tensors, until the stack is closed."""
-    stack = ExitStack()
-    for replacement in _replacements(job):
-        stack.enter_context(patch.object(*replacement))
-    return stack
-
-
-def _replacements(job: Job) -> Iterator[tuple[object, str, object]]:
-    """Generate (module, name, replacement) of each function."""
+def replacements(job: Job) -> Iterator[tuple[object, str, object]]:
+    """Generate (module, name, replacement) of functions that differ on a GPU or on fake tensors."""
     is_flash = "flash" in str(job.arguments.model.attn_implementation)
     is_padded = job.shape[0] > 1 and not job.arguments.training.packing
     # SDPA needs a mask for padded rows, for packed rows and for sliding windows.
@@ -97,20 +86,15 @@ def _replacements(job: Job) -> Iterator[tuple[object, str, object]]:
     yield ModTracker, "register_user_hooks", lambda *hooks: None
     yield masking_utils, NEEDS_NO_MASK, ignore_mask
 
-    def find_packed(position_ids: Tensor) -> Tensor | None:
-        return position_ids if has_mask else None
-
-    yield masking_utils, "find_packed_sequence_indices", find_packed
+    find_packed = "find_packed_sequence_indices"
+    yield masking_utils, find_packed, lambda positions: positions if has_mask else None
     # The result has the same shape as that of the real function.
     yield moe, MULTIPLY_GROUPS, lambda rows, weight, offs: rows.to(weight.dtype) @ weight[0]
     if job.on_cpu:
         return
-    attend = functional.scaled_dot_product_attention
-
-    def attend_without_dropout(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
-        return attend(*args, **kwargs)
-
     # On GPUs, attention kernels have dropout, and Triton kernels work in place.
-    yield functional, "scaled_dot_product_attention", attend_without_dropout
+    sdpa = "scaled_dot_product_attention"
+    attend = functional.scaled_dot_product_attention
+    yield functional, sdpa, lambda *args, dropout_p=0.0, **options: attend(*args, **options)
     for name in TILES:
         yield chunked_logprob, name, lambda *args, **kwargs: None

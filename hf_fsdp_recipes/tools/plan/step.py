@@ -7,7 +7,7 @@ torch's `MemTracker` counts what is allocated and freed. `stand_ins.py` has what
 
 import os
 import warnings
-from dataclasses import replace
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -21,13 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 from trl import get_peft_config
 
-from hf_fsdp_recipes.errors import ToolError
+from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.loading.bnb_4bit import PRECISIONS
 from hf_fsdp_recipes.loading.load_model import build_on_meta, find_class, take_quantizer
-from hf_fsdp_recipes.metrics.flops import find_model_flops
 from hf_fsdp_recipes.tools.plan.job import Job
-from hf_fsdp_recipes.tools.plan.stand_ins import pack_linears, replaced_functions
-from hf_fsdp_recipes.training.adjustments import gather_units_once
+from hf_fsdp_recipes.tools.plan.stand_ins import pack_linears, replacements
+from hf_fsdp_recipes.training.adjustments import reduce_in_float32
 from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
 from hf_fsdp_recipes.upstream.patches import LOADER, apply_for_loading
 from hf_fsdp_recipes.upstream.planner_internals import (
@@ -36,7 +35,6 @@ from hf_fsdp_recipes.upstream.planner_internals import (
     FakeTensorMode,
     MemoryKind,
     MemTracker,
-    active_fake_mode,
     add_fused_lm_head,
     fsdp2_apply_ac,
     fsdp2_prepare_model,
@@ -53,11 +51,10 @@ KINDS = {  # {name in the plan: torch's kinds of memory}
 }
 
 
-def measure_step(config: PreTrainedConfig, job: Job) -> tuple[dict[str, int], int | None]:
-    """Return the bytes of each kind that a rank needs at a step's peak, and the step's FLOPs.
+def measure_step(config: PreTrainedConfig, job: Job) -> dict[str, float]:
+    """Return the bytes of each kind that a rank needs at a step's peak.
 
-    FLOPs that cannot be counted are None. Meanwhile, a fake process group exists. The config is
-    changed.
+    Meanwhile, a fake process group exists. The config is changed.
 
     Raises:
         ToolError: the ranks are no multiple of the replicas, the recipe trains nothing, or PEFT
@@ -74,18 +71,18 @@ def measure_step(config: PreTrainedConfig, job: Job) -> tuple[dict[str, int], in
         with (
             warnings.catch_warnings(action="ignore"),
             patch.dict(os.environ, job.environment),
-            replaced_functions(job),
+            ExitStack() as stack,
         ):
+            for replacement in replacements(job):
+                stack.enter_context(patch.object(*replacement))
             model = _build(config, job)
-            flops = _count_flops(model, job)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 # torch and Accelerate treat fake tensors like real ones.
                 model.to_empty(device="cpu")
                 model.tie_weights()
-                peak = _run(_shard(model, mesh, job), job)
+                return _run(_shard(model, mesh, job), job)
     finally:
         dist.destroy_process_group()
-    return peak, flops
 
 
 def _make_mesh(job: Job) -> DeviceMesh:
@@ -102,12 +99,10 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
     chosen = job.arguments.model
     training = job.arguments.training
     model: Any = _build_base(config, job)
-    try:
+    with explained(ToolError, "PEFT cannot add this adapter"):
         peft_config = get_peft_config(chosen)
         if peft_config:
             model = get_peft_model(model, peft_config)
-    except ValueError as error:
-        raise ToolError(f"PEFT cannot add this adapter: {error}") from error
     trained = _trained_parameters(model)
     if not trained:
         raise ToolError(
@@ -130,8 +125,6 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
 def _build_base(config: PreTrainedConfig, job: Job) -> PreTrainedModel:
     """Return the model without an adapter. If the recipe says so, it is packed into 4 bits."""
     chosen = job.arguments.model
-    config.get_text_config().use_cache = False
-    config.use_cache = False
     take_quantizer(config)
     auto_class = find_class(config)
     dtype: Any = getattr(torch, str(chosen.dtype), None) or config.dtype or torch.float32
@@ -151,16 +144,6 @@ def _trained_parameters(model: nn.Module) -> list[Any]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _count_flops(model: PreTrainedModel, job: Job) -> int | None:
-    """Return the FLOPs of a step, or None, because they are counted only for text decoders."""
-    rows, length = job.shape
-    rows *= job.arguments.training.gradient_accumulation_steps
-    try:
-        return find_model_flops(model).training(rows * length, rows * length**2)
-    except (AttributeError, ValueError):
-        return None
-
-
 def _shard(model: Any, mesh: DeviceMesh, job: Job) -> Any:
     """Shard the model as `Accelerator.prepare` does."""
     precision = job.environment["ACCELERATE_MIXED_PRECISION"]
@@ -168,10 +151,6 @@ def _shard(model: Any, mesh: DeviceMesh, job: Job) -> Any:
     plugin = FullyShardedDataParallelPlugin(cpu_offload=False, cpu_ram_efficient_loading=False)
     if precision != "no":
         plugin.set_mixed_precision(precision)
-        # as `adjust` does
-        plugin.mixed_precision_policy = replace(
-            plugin.mixed_precision_policy, reduce_dtype=torch.float32
-        )
     if job.arguments.model.load_in_4bit:
         precision = "no"  # adapters of 4-bit models stay in bf16
     accelerator = SimpleNamespace(  # what Accelerate's functions for FSDP2 read of an Accelerator
@@ -188,11 +167,11 @@ def _shard(model: Any, mesh: DeviceMesh, job: Job) -> Any:
     plugin.set_auto_wrap_policy(model)
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
-    gather_units_once(model)
+    reduce_in_float32(plugin, model)
     return fsdp2_prepare_model(accelerator, model)
 
 
-def _run(model: Any, job: Job) -> dict[str, int]:
+def _run(model: Any, job: Job) -> dict[str, float]:
     """Run the forward and backward passes of a step. Return the bytes of each kind at the peak."""
     training = job.arguments.training
     tracker = StepTracker()
@@ -218,7 +197,7 @@ def _run(model: Any, job: Job) -> dict[str, int]:
             model.set_requires_gradient_sync(is_last or options.get("sync_each_batch", False))
             with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
                 # Like Trainer, keep no outputs.
-                loss = -model(**inputs, fused_lm_head=True).log_probs.sum()
+                loss = -model(**inputs, use_cache=False, fused_lm_head=True).log_probs.sum()
             loss.backward()
     return _add_optimizer(model, tracker, job)
 
@@ -230,26 +209,19 @@ def _move_gradient_to_host(parameter: Tensor) -> None:
 class StepTracker(MemTracker):
     """torch's tracker of live tensors, for fake ones."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._mode = active_fake_mode()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READ_VALUE:
             # The model reads a value, which a fake tensor does not have.
             return True if args[0].dtype == torch.bool else 1
-        if active_fake_mode() is not self._mode:
-            # DTensor's own mode only finds shapes. torch 2.11 would count them.
-            return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def sizes(self, when: str) -> dict[str, int]:
+    def sizes(self, when: str) -> dict[str, float]:
         """Return the bytes of each kind, now ("current") or at the peak."""
         [snapshot] = self.get_tracker_snapshot(when).values()
         return {name: sum(snapshot[kind] for kind in kinds) for name, kinds in KINDS.items()}
 
 
-def _add_optimizer(model: Any, tracker: StepTracker, job: Job) -> dict[str, int]:
+def _add_optimizer(model: Any, tracker: StepTracker, job: Job) -> dict[str, float]:
     """Return the peak of any step after the first.
 
     It includes the optimizer's state and what `optimizer.step()` needs.
@@ -264,5 +236,4 @@ def _add_optimizer(model: Any, tracker: StepTracker, job: Job) -> dict[str, int]
     if optimizer == "adamw_torch" and not job.on_cpu:
         # Its multi-tensor step computes the new values of all parameters at once.
         in_update["optimizer's new values"] = size
-    peak = max(in_passes, in_update, key=lambda sizes: sum(sizes.values()))
-    return {name: size for name, size in peak.items() if size > 0}
+    return max(in_passes, in_update, key=lambda sizes: sum(sizes.values()))

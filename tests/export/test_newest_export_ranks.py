@@ -1,0 +1,203 @@
+"""`export_dir` is the newest export of its run, and nothing else there is ever touched."""
+
+import functools
+import json
+import os
+import signal
+
+import pytest
+
+from tests.export.cases import assert_same_tensors, load
+from tests.ranks.harness import start_ranks
+from tests.saving.runs import (
+    BEST,
+    contents_of,
+    digests_in,
+    names_in,
+    on,
+    search,
+    steps_in,
+    train,
+    wait_for,
+)
+
+SINGLE = pytest.mark.parametrize("world", ["fsdp", "one"])
+
+
+def _set_aside(folder, name):
+    """Return what was set aside of the exports of this name."""
+    return list(folder.glob(f"_set-aside-*-{name}"))
+
+
+def _described(directory):
+    return json.loads((directory / "run.json").read_text())
+
+
+@SINGLE
+def test_after_more_steps_the_export_is_the_newest_and_the_one_before_is_set_aside(
+    run, tmp_path, world
+):
+    options = {"world": world, "callback": {"export_dir": tmp_path / "export"}}
+    (first,) = run(tmp_path / "run", 1, **options)
+    assert _described(tmp_path / "export")["step"] == 4
+    (second,) = run(tmp_path / "run", 1, max_steps=6, **options)
+    assert digests_in(tmp_path / "export") == second["trained"] != first["trained"]
+    (before,) = _set_aside(tmp_path, "export")
+    assert digests_in(before) == first["trained"]
+    described = [_described(directory) for directory in (before, tmp_path / "export")]
+    assert [facts["step"] for facts in described] == [4, 6]
+    assert described[0]["run"] == described[1]["run"]
+    assert names_in(tmp_path) == [before.name, "export", "run"]
+
+
+def test_the_merged_export_is_the_newest_too(run, tmp_path):
+    options = {"sft": True, "lora": True}
+    options["callback"] = {"export_dir": tmp_path / "export", "merge_adapter": True}
+    run(tmp_path / "run", **options)
+    merged = contents_of(tmp_path / "export_merged")
+    run(tmp_path / "run", max_steps=6, **options)
+    (before,) = _set_aside(tmp_path, "export_merged")
+    assert contents_of(before) == merged
+    newest = contents_of(tmp_path / "export_merged")
+    assert newest["model.safetensors"] != merged["model.safetensors"]
+    assert len(_set_aside(tmp_path, "export")) == 1
+
+
+def _end_before_the_export(trainer, how):
+    """Let step 2 be the best; end the run in its last step, or before it exports."""
+    scores = {2: 1, 4: 3}
+    trainer.compute_metrics = lambda _: {"score": scores[trainer.state.global_step]}
+
+    def send(state, control):
+        if state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    if how == "signal":
+        on(trainer, "on_pre_optimizer_step", send)
+    if how == "kill":
+        on(trainer, "on_train_end", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@SINGLE
+@pytest.mark.parametrize("how", ["signal", "kill"])
+def test_a_requeued_run_with_all_of_its_steps_exports_the_best_model(
+    worlds, run, tmp_path, world, how
+):
+    options = BEST | {"callback": {"export_dir": tmp_path / "export"}}
+    options["prepare"] = functools.partial(_end_before_the_export, how=how)
+    ended = functools.partial(train, tmp_path / "run", **options)
+    processes, _ = start_ranks(ended, 1, environment=worlds[world])
+    processes[0].join(60)
+    assert not (tmp_path / "export").exists() and steps_in(tmp_path / "run") == [2, 4]
+    options["prepare"] = functools.partial(_end_before_the_export, how="no way")
+    (result,) = run(tmp_path / "run", 1, world=world, **options)
+    assert result["resumed"] == "checkpoint-4" and result["best"][1] == 2
+    assert digests_in(tmp_path / "export") == digests_in(tmp_path / "run" / "checkpoint-2")
+    assert names_in(tmp_path) == ["export", "run"]
+
+
+def _export(directory, target, tokenizer=None):
+    from hf_fsdp_recipes import export_model
+
+    return export_model(load(directory), target, tokenizer=tokenizer).name
+
+
+@pytest.fixture
+def others(run, tiny_model, tmp_path):
+    """Return folders in each of which something is where a run would export."""
+    names = ("file", "of a person", "by hand", "of another run", "merged of another run")
+    folders = {name: tmp_path / name for name in names}
+    folders["of a person"].joinpath("export").mkdir(parents=True)
+    folders["of a person"].joinpath("export", "note.txt").write_text("mine")
+    folders["file"].mkdir()
+    folders["file"].joinpath("export").write_text("mine")
+    by_hand = folders["by hand"] / "export"
+    run(tiny_model(), world="one", function=_export, target=by_hand)
+    for name, export in (("of another run", "export"), ("merged of another run", "export_merged")):
+        callback = {"export_dir": folders[name] / export}
+        run(tmp_path / "other" / name, world="one", callback=callback)
+    return folders
+
+
+def _train_in_each(output, folders):
+    """Return what comes of a run in each folder, and whether the folder is as it was."""
+    found = {}
+    for name, folder in folders.items():
+        before = contents_of(folder)
+        callback = {"export_dir": folder / "export", "merge_adapter": True}
+        result = train(output / name, lora=True, callback=callback)
+        found[name] = result, contents_of(folder) == before
+    return found
+
+
+@pytest.mark.parametrize("world", ["fsdp", "one"])
+def test_what_is_no_export_of_the_run_is_refused_before_training(run, others, tmp_path, world):
+    options = {"function": _train_in_each, "folders": others}
+    for found in run(tmp_path / "runs", world=world, **options):
+        for name, (result, is_untouched) in found.items():
+            assert str(others[name] / "export") in (result["error"] or ""), name
+            assert result["step"] == 0 and result["optimizer"] == [] and is_untouched, name
+    assert contents_of(tmp_path / "runs").keys() <= others.keys()
+
+
+@SINGLE
+def test_an_empty_directory_is_exported_to(run, tmp_path, world):
+    (tmp_path / "export").mkdir()
+    callback = {"export_dir": tmp_path / "export"}
+    (result,) = run(tmp_path / "run", 1, world=world, callback=callback)
+    assert digests_in(tmp_path / "export") == result["trained"]
+    assert names_in(tmp_path) == ["export", "run"]
+
+
+def _resume_where_something_is(folder):
+    """Resume from an earlier checkpoint, with an export directory that holds something else."""
+    export_dir = folder / "export"
+    train(folder / "run")
+    export_dir.mkdir()
+    (export_dir / "note.txt").write_text("mine")
+    before = contents_of(folder)
+    checkpoint = str(folder / "run" / "checkpoint-2")
+    result = train(folder / "run", resume=checkpoint, callback={"export_dir": export_dir})
+    return result["error"], contents_of(folder) == before
+
+
+@SINGLE
+def test_a_refused_export_leaves_the_checkpoints_as_they_are(run, tmp_path, world):
+    ((error, is_untouched),) = run(tmp_path, 1, world=world, function=_resume_where_something_is)
+    assert str(tmp_path / "export") in error and is_untouched
+
+
+@SINGLE
+def test_each_trial_of_a_search_has_an_export_of_its_own(run, tmp_path, world):
+    options = {"function": search, "export_dir": tmp_path / "elsewhere" / "export"}
+    assert run(tmp_path / "search", 1, world=world, **options) == [None]
+    exports = [tmp_path / "search" / f"run-{number}" / "export" for number in (0, 1)]
+    for export in exports:
+        assert digests_in(export) == digests_in(export.with_name("checkpoint-4"))
+    assert _described(exports[0])["run"] != _described(exports[1])["run"]
+    assert not (tmp_path / "elsewhere").exists()
+
+
+class WaitingTokenizer:
+    """Is saved when the test says so."""
+
+    def save_pretrained(self, directory):
+        folder = directory.parent
+        (folder / "waits").touch()
+        wait_for(folder / "goes on")
+
+
+def test_two_exports_of_one_name_at_the_same_time_are_both_complete(
+    tiny_model, run, worlds, tmp_path
+):
+    export = functools.partial(_export, tiny_model(), tmp_path / "export", WaitingTokenizer())
+    processes, results = start_ranks(export, 1, environment=worlds["one"])
+    wait_for(tmp_path / "waits")
+    (second,) = run(tiny_model(), world="one", function=_export, target=tmp_path / "export")
+    (tmp_path / "goes on").touch()
+    _, kind, first = results.get(timeout=60)
+    processes[0].join()
+    assert kind == "result" and {first, second} == {"export", "export-1"}
+    for name in (first, second):
+        assert_same_tensors(tiny_model(), tmp_path / name)
+    assert names_in(tmp_path) == ["export", "export-1", "goes on", "waits"]
