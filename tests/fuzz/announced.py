@@ -3,11 +3,14 @@
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from tests.fuzz.combinations import Case
 from tests.fuzz.compare import Difference, compare_steps, difference
 from tests.fuzz.files import Files
 from tests.fuzz.session import Step
+from tests.fuzz.trainers import EXPORT_DIR
 from tests.fuzz.values import NOT_FINITE
 
 EARLIER_RUN = re.compile(r"holds (checkpoint-\d+) of an earlier run")
@@ -48,11 +51,17 @@ def is_refused(context: Context, _: Difference) -> bool:
     return found is not None and any(name.endswith(found[1]) for name in context.before)
 
 
-def is_finished(context: Context, _: Difference) -> bool:
-    """Whether a run that had all of its steps was started again, where stock trains one more."""
+def is_finished(context: Context, found: Difference) -> bool:
+    """Whether a run that had all of its steps was started again.
+
+    In the middle of an epoch, stock trains one more step. Otherwise only the flag differs that ends
+    our run.
+    """
     begins = [facts for event, facts in context.ours.events if event == "on_train_begin"]
     has_all_steps = bool(begins) and begins[-1]["step"] >= begins[-1]["max_steps"]
-    return has_all_steps and trains(context.stock) and not trains(context.ours)
+    is_of_flag = found.kind.endswith((" sees: next", ".should_training_stop"))
+    is_expected = trains(context.stock) or is_of_flag
+    return has_all_steps and is_expected and not trains(context.ours)
 
 
 def keeps_latest(context: Context, found: Difference) -> bool:
@@ -71,16 +80,23 @@ def keeps_latest(context: Context, found: Difference) -> bool:
 
 
 def sets_aside(context: Context, found: Difference) -> bool:
-    """Whether later checkpoints were renamed, which stock writes over or leaves."""
+    """Whether later checkpoints were renamed, which stock writes over, or leaves and counts."""
     new = context.ours.files.keys() - context.before.keys()
-    is_of_files = found.kind.startswith(("missing ", "extra "))
+    is_of_files = found.kind.startswith(("missing ", "extra ")) or "can be read" in found.kind
     return is_of_files and any("_set-aside" in name for name in new)
+
+
+def is_export_refused(context: Context, _: Difference) -> bool:
+    """Whether a run would write over the export of another run."""
+    is_error = context.ours.outcome == "ExportError"
+    is_there = any(Path(name).name == EXPORT_DIR for name in context.before)
+    return is_error and is_there and "no export of this run" in context.ours.value
 
 
 def is_not_finite(context: Context, _: Difference) -> bool:
     """Whether weights are not finite, with which stock trains on."""
-    is_stopped = context.ours.outcome == "CheckpointError" and "finite" in context.ours.value
-    return is_stopped and "nan" in context.actions
+    is_error = context.ours.outcome in ("CheckpointError", "ExportError")
+    return is_error and "NaN" in context.ours.value and "nan" in context.actions
 
 
 def is_config_refused(context: Context, _: Difference) -> bool:
@@ -95,11 +111,13 @@ ANNOUNCED: dict[Callable[[Context, Difference], bool], str] = {
     is_finished: "A finished run that is started again adds no step, no checkpoint and no export.",
     keeps_latest: "With save_total_limit=1 and a best model, the latest checkpoint is kept too.",
     sets_aside: "A run that resumes from an earlier checkpoint renames the later ones.",
-    is_not_finite: "A run ends with an error when it would save weights that are not finite.",
+    is_export_refused: "A run does not begin if export_dir holds the export of another run.",
+    is_not_finite: "A run ends with an error when it would save or export weights that are not "
+    "finite.",
     is_config_refused: "A generation config that transformers refuses to save is written as the "
     "model came with it.",
 }
-TOUCH_NOTHING = (is_refused, is_finished)
+TOUCH_NOTHING = (is_refused, is_export_refused, is_finished)
 
 
 def judge(case: Case, stock: list[Step], ours: list[Step]) -> list[Difference]:
@@ -134,12 +152,17 @@ def faults(context: Context, differences: list[Difference]) -> Iterator[Differen
     uses_stock = "stock" in context.case.get("second", {})
     for directory in sorted(context.ours.files.keys() - context.before.keys()):
         files = context.ours.files[directory]
-        if "/checkpoint-" not in directory or uses_stock:
+        if not is_checkpoint(directory, files) or uses_stock:
             continue
         if "manifest.json" not in files and not context.case.get("save_on_each_node"):
             yield difference("checkpoint without a manifest", "", directory)
         if any(NOT_FINITE in str(files.get(name)) for name in MODEL_FILES):
             yield difference("checkpoint with weights that are not finite", "", directory)
+
+
+def is_checkpoint(directory: str, files: dict[str, Any]) -> bool:
+    """Whether a directory is a checkpoint, and not one that only a callback wrote to."""
+    return Path(directory).name.startswith("checkpoint-") and "trainer_state.json" in files
 
 
 def trains(step: Step) -> bool:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tests.fuzz.files import Files, is_unit
+from tests.fuzz.files import Files
 from tests.fuzz.session import RETURNED, Step
 
-# Ours adds these to checkpoints. Under FSDP, stock writes no description of the model.
+# Ours adds these to checkpoints and exports. Under FSDP, stock writes no description of the model.
 ADDED = (
     "manifest.json",
+    "run.json",
     "config.json",
     "generation_config.json",
     "adapter_config.json",
@@ -88,7 +89,7 @@ def compare_directory(
     for name in sorted(stock.keys() - ours.keys()):
         yield difference(f"missing file {generic(name)}", f"{directory}/{name}", sorted(ours))
     for name in sorted(ours.keys() - stock.keys()):
-        if not (is_unit(directory) and name in ADDED):
+        if name not in ADDED:
             yield difference(f"extra file {generic(name)}", sorted(stock), f"{directory}/{name}")
     for name in sorted(stock.keys() & ours.keys()):
         if stock[name] != ours[name]:

@@ -76,7 +76,8 @@ class Fuzzer:
                 rank, kind, value = reports.get(timeout=0.1)
                 results[rank] = (kind, value)
             except queue.Empty:
-                if not any(process.is_alive() for process in processes):
+                is_any_alive = any(process.is_alive() for process in processes)
+                if not is_any_alive and reports.empty():
                     break
         endings = [how_it_ended(*pair) for pair in zip(processes, results, strict=True)]
         steps = list(results[0][1]) if endings[0] == RETURNED else []

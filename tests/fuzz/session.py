@@ -40,7 +40,8 @@ RETURNED = "returned"
 # The methods that copy and write a save, which `slow` delays.
 SLOWED = (
     "hf_fsdp_recipes.saving.host_copy:HostCopy.take",
-    "hf_fsdp_recipes.saving.writer:Writer._write",
+    "hf_fsdp_recipes.saving.saver:Saver._write",
+    "hf_fsdp_recipes.saving.saver:Saver._complete",
 )
 DELAY_SECONDS = 0.3
 

@@ -9,6 +9,7 @@ import pytest
 from tests.fuzz.announced import (
     ANNOUNCED,
     is_config_refused,
+    is_export_refused,
     is_finished,
     is_not_finite,
     is_refused,
@@ -29,6 +30,7 @@ EXAMPLES = {
     is_finished: {"world": "ddp2", "rows": 10, "second": {"from": "newest"}},
     keeps_latest: {"world": "fsdp1", "save_steps": 1, "save_total_limit": 1, **BEST},
     sets_aside: {"world": "one", "second": {"from": "earlier", "args": {"save_steps": 3}}},
+    is_export_refused: {"world": "one", "export": True, "after": ["other"]},
     is_not_finite: {"world": "fsdp1", "actors": [["on_step_end", 2, "nan"]], "lora": True},
     is_config_refused: {"world": "one", "sampling": True},
 }

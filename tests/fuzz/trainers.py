@@ -120,11 +120,13 @@ class StockTrainer(FuzzedTrainer):
 class StockExport(TrainerCallback):
     """Writes the model when training ends, as `export_dir` does, with upstream's functions."""
 
-    trainer: Trainer
+    trainer: FuzzedTrainer
 
     def on_train_end(self, args: Any, *_: Any, **__: Any) -> None:
         trainer = self.trainer
         state = trainer.accelerator.get_state_dict(trainer.model)
+        if trainer.case.get("tied"):
+            state.pop("lm_head.weight", None)  # as save_pretrained does for one shared tensor
         if args.should_save:
             model = trainer.accelerator.unwrap_model(trainer.model)
             trial = getattr(trainer, "_trial", None)
@@ -190,7 +192,9 @@ def build_trainer(
     def init_model() -> Any:
         return load(case, models, is_ours=ours is not None)
 
-    kind = StockTrainer if ours is None else FuzzedTrainer
+    # Our callback leaves the saves of save_on_each_node to Trainer.
+    has_stock_saves = ours is None or case.get("save_on_each_node")
+    kind = StockTrainer if has_stock_saves else FuzzedTrainer
     trainer = kind(
         case,
         model=None if case.get("trial") else init_model(),
