@@ -53,13 +53,15 @@ lint: $(VENV)/.installed
 bench: $(VENV)/.installed
 	for claim in load save export step plan; do $(BIN)/python -m benchmarks.$$claim || exit 1; done
 
-# Kills runs at random moments and resumes them, in a new directory.
+# Kills runs at random moments and resumes them, in a new directory. Then compares random runs with stock Trainer's.
 KILLS ?= 1000
 MUTATIONS ?= 1000
 DISK ?= runs/soak
 SEED ?= 0
+FUZZ_MINUTES ?= 60
 soak: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.soak --kills $(KILLS) --mutations $(MUTATIONS) --disk $(DISK) --seed $(SEED)
+	$(BIN)/python -m tests.fuzz --minutes $(FUZZ_MINUTES) --seed $(SEED) --results $(DISK)/fuzz.jsonl
 
 # On one accelerator, in bounded steps; call it until nothing is left. Needs 60 GB in OUT. The planner's predictions come first.
 OUT ?= runs/gpu-day
