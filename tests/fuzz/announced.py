@@ -38,9 +38,13 @@ class Context:
     before: Files
 
     @property
-    def actions(self) -> set[str]:
+    def actors(self) -> list[list[Any]]:
         second = self.case.get("second", {}).get("args", {})
-        return {actor[2] for actor in [*self.case["actors"], *second.get("actors", [])]}
+        return [*self.case["actors"], *second.get("actors", [])]
+
+    @property
+    def actions(self) -> set[str]:
+        return {actor[2] for actor in self.actors}
 
 
 def is_refused(context: Context, _: Difference) -> bool:
@@ -105,6 +109,15 @@ def is_config_refused(context: Context, _: Difference) -> bool:
     return bool(context.case.get("sampling")) and is_error
 
 
+def is_given_up(context: Context, found: Difference) -> bool:
+    """Whether a callback's `on_save` has raised an error before its checkpoint was completed."""
+    is_raised = any(
+        event == "on_save" and action in ("raise", "interrupt")
+        for event, _, action in context.actors
+    )
+    return is_raised and found.kind.startswith("missing ")
+
+
 # Each difference, with the sentence in docs/own_script.md that announces it.
 ANNOUNCED: dict[Callable[[Context, Difference], bool], str] = {
     is_refused: "A run that starts at step 0 refuses an output_dir that holds checkpoints.",
@@ -116,6 +129,7 @@ ANNOUNCED: dict[Callable[[Context, Difference], bool], str] = {
     "finite.",
     is_config_refused: "A generation config that transformers refuses to save is written as the "
     "model came with it.",
+    is_given_up: "A checkpoint is given up if a callback's on_save raises an error.",
 }
 TOUCH_NOTHING = (is_refused, is_export_refused, is_finished)
 

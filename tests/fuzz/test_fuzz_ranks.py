@@ -11,6 +11,7 @@ from tests.fuzz.announced import (
     is_config_refused,
     is_export_refused,
     is_finished,
+    is_given_up,
     is_not_finite,
     is_refused,
     keeps_latest,
@@ -33,6 +34,7 @@ EXAMPLES = {
     is_export_refused: {"world": "one", "export": True, "after": ["other"]},
     is_not_finite: {"world": "fsdp1", "actors": [["on_step_end", 2, "nan"]], "lora": True},
     is_config_refused: {"world": "one", "sampling": True},
+    is_given_up: {"world": "one", "actors": [["on_save", 1, "interrupt"]]},
 }
 # Changes of our side only, and the kind of a difference that they make.
 FAULTS = {
