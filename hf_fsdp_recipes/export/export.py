@@ -64,7 +64,7 @@ def export_model(
     """
     parsed_dtype = parse_dtype(dtype)
     unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    if hasattr(unwrapped, "peft_config") and hasattr(unwrapped, "get_base_model"):
+    if isinstance(unwrapped, PeftModel):
         held = sources.from_model(unwrapped)
         if not merge_adapter:
             return output.write_adapter(unwrapped, held, output_dir, parsed_dtype, tokenizer)
@@ -227,5 +227,4 @@ def _plan_merged(
     adapted_shell = shells.adapt(shell, model.active_peft_config, model.active_adapter)
     if getattr(base, "quantization_method", None) is None:
         return merge.plan_merge(adapted_shell, held, dtype)
-    name = str(base.config.name_or_path)
-    return merge.plan_merge_into_files(adapted_shell, held, name, dtype)
+    return merge.plan_merge_into_files(adapted_shell, held, base.config.name_or_path, dtype)

@@ -22,28 +22,6 @@ OptionalDtype = torch.dtype | None  # None: each tensor keeps its own
 DTYPES = {**str_to_torch_dtype, "C64": torch.complex64}  # {name in safetensors files: dtype}
 
 
-def make_header(tensors: Tensors) -> bytes:
-    """Return the header of a file that holds the tensors in this order."""
-    dtype_names = {dtype: name for name, dtype in DTYPES.items()}
-    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start = end
-        end += tensor.nbytes
-        entries[name] = {
-            "dtype": dtype_names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(
-        entries,
-        separators=(",", ":"),
-        ensure_ascii=False,
-    ).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raise an ExportError if a tensor contains NaN or infinity."""
     if not is_finite(tensor):
@@ -72,7 +50,24 @@ class FileWriter:
         """Create a file for tensors, which are given on meta."""
         # Wider dtypes come first, so all tensors are aligned.
         ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-        header = make_header(dict(ordered))
+        dtype_names = {dtype: name for name, dtype in DTYPES.items()}
+        entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, tensor in ordered:
+            start = end
+            end += tensor.nbytes
+            entries[name] = {
+                "dtype": dtype_names[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(
+            entries,
+            separators=(",", ":"),
+            ensure_ascii=False,
+        ).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
         position = len(header)
         with self.recording_errors():
             # Closing a file on NFS waits for the server, so each one stays open until `close`.

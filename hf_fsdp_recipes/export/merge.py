@@ -40,8 +40,9 @@ def plan_merge(
     `sources` has all tensors of the model with the adapter.
     """
     names = {name: name for name in shell.base.state_dict()}
-    merge_steps = _merge_steps(shell, sources, dtype, names)
-    steps = {name: step for step in merge_steps for name in step.outputs}
+    steps = {
+        name: step for step in _merge_steps(shell, sources, dtype, names) for name in step.outputs
+    }
     for key, name in shell.base_names.items():
         if name not in steps:
             steps[name] = copy_step(name, key, sources[key], dtype)
@@ -166,11 +167,10 @@ def _merge(layer: Any, state: Tensors) -> Tensors:
     is_safe = not any(value.is_meta for value in state.values())
     if hasattr(layer, "unload_and_optionally_merge_module"):
         # PEFT's classes with this method share no base class.
-        merged = layer.unload_and_optionally_merge_module(
+        return layer.unload_and_optionally_merge_module(
             merge=True,
             safe_merge=is_safe,
             adapter_names=None,
-        )
-        return merged.state_dict()
+        ).state_dict()
     layer.merge(safe_merge=is_safe)
     return layer.get_base_layer().state_dict()

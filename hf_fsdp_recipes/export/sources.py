@@ -143,9 +143,18 @@ def _read_tensor(
 def from_checkpoint(directory: Path) -> Sources:
     """Return the tensors of a DCP checkpoint.
 
-    Their names omit the top-level key `model` that Accelerate adds, if it is there.
+    Their names omit the top-level key `model` that Accelerate adds, if it is there. Raise an
+    ExportError if a file differs from the manifest, or if a pickle can run code.
     """
-    _check_intact(directory)
+    checkpoint = directory.parent
+    if (checkpoint / MANIFEST).is_file():
+        damage = find_damage(checkpoint, prefix=directory.name)
+        if damage:
+            raise ExportError(
+                f"{checkpoint} cannot be exported: {damage}. Export another checkpoint."
+            )
+    with explained(ExportError, f"{directory} is unusable"):
+        check_pickles(directory)
     reader = dcp.FileSystemReader(directory)
     # Otherwise, it would be read again for each tensor.
     reader.read_metadata = cache(reader.read_metadata)  # type: ignore[method-assign]
@@ -165,19 +174,6 @@ def from_checkpoint(directory: Path) -> Sources:
             )
             sources[name] = Source(meta, partial(_read_tensor, reader, key, meta))
     return sources
-
-
-def _check_intact(directory: Path) -> None:
-    """Raise an ExportError if a file differs from the manifest, or if a pickle can run code."""
-    checkpoint = directory.parent
-    if (checkpoint / MANIFEST).is_file():
-        damage = find_damage(checkpoint, prefix=directory.name)
-        if damage:
-            raise ExportError(
-                f"{checkpoint} cannot be exported: {damage}. Export another checkpoint."
-            )
-    with explained(ExportError, f"{directory} is unusable"):
-        check_pickles(directory)
 
 
 def from_files(checkpoint: Checkpoint) -> Sources:

@@ -67,8 +67,12 @@ def plan_in_file_format(
     together, they form one step.
     """
     expected = revert_weight_conversion(model, outputs_of(steps))
+    layers = defaultdict(list)
+    for step in steps:
+        match = re.match(r".*?\.\d+\.", next(iter(step.outputs)))  # up to the first number
+        layers[match[0] if match else ""].append(step)
     converted = []
-    for layer in _group_by_layer(steps):
+    for layer in layers.values():
         together = []
         for step in layer:
             alone = _convert([step], model, expected)
@@ -86,14 +90,6 @@ def plan_in_file_format(
             "Gather the model and use save_pretrained."
         )
     return Plan(model, converted, sources, {name: outputs[name] for name in expected})
-
-
-def _group_by_layer(steps: list[Step]) -> Iterable[list[Step]]:
-    layers = defaultdict(list)
-    for step in steps:
-        match = re.match(r".*?\.\d+\.", next(iter(step.outputs)))  # up to the first number
-        layers[match[0] if match else ""].append(step)
-    return layers.values()
 
 
 def _convert(
@@ -119,5 +115,4 @@ def _convert(
     for name, value in outputs.items():
         if name not in expected or value.shape != expected[name].shape:
             return []
-    inputs = [name for step in steps for name in step.inputs]
-    return [Step(inputs, outputs, compute)]
+    return [Step([name for step in steps for name in step.inputs], outputs, compute)]

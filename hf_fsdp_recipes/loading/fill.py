@@ -42,41 +42,27 @@ def allocate(model: Module, device: torch.device) -> Tensors:
     """Allocate memory for a model's meta parameters.
 
     Return them and the buffers by their names in the base model. A name has several tensors if PEFT
-    has copied the weight (`modules_to_save`). A tied weight has several names.
+    has copied the weight (`modules_to_save`). A tied weight has several names. Raise a LoadError if
+    a parameter is sharded, but not by FSDP2 over all ranks.
     """
     targets = {name_in_base_model(name): [buffer] for name, buffer in model.named_buffers()}
     allocated = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta:
-            check_sharding(parameter)
+            if isinstance(parameter, DTensor) and (
+                parameter.placements not in FSDP_PLACEMENTS
+                or parameter.device_mesh.size() != dist.get_world_size()
+            ):
+                raise LoadError(
+                    f"{parameter.placements} is not supported. Use full or hybrid sharding, "
+                    "without other parallelism."
+                )
             real = Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
             swap_tensors(parameter, real)
             allocated.add(parameter)
         if parameter in allocated:
             targets.setdefault(name_in_base_model(name), []).append(parameter)
     return targets
-
-
-def check_sharding(parameter: Tensor) -> None:
-    """Raise a LoadError if a parameter is sharded, but not by FSDP2 over all ranks."""
-    if isinstance(parameter, DTensor) and (
-        parameter.placements not in FSDP_PLACEMENTS
-        or parameter.device_mesh.size() != dist.get_world_size()
-    ):
-        raise LoadError(
-            f"{parameter.placements} is not supported. Use full or hybrid sharding, without other "
-            f"parallelism."
-        )
-
-
-def own_rows(target: Tensor) -> slice | EllipsisType:
-    """Return which rows of a weight this rank holds. `...` stands for all rows."""
-    if not isinstance(target, DTensor):
-        return ...
-    mesh = target.device_mesh
-    rows_per_rank = -(-len(target) // mesh.shape[-1])
-    start = rows_per_rank * mesh.get_local_rank(mesh.ndim - 1)
-    return slice(start, start + len(local_part(target)))
 
 
 def start_transfer(
@@ -184,16 +170,13 @@ class Reader:
 def read_ahead(reader: Reader, entries: Sequence[Entry]) -> Iterator[Weights]:
     """Yield the weights of each entry in turn. Meanwhile, threads read the next entries."""
     pending: deque[tuple[int, Future[Weights]]] = deque()
-
-    def is_full() -> bool:
-        num_bytes = sum(size for size, _ in pending)
-        return len(pending) > NUM_READERS or (len(pending) > 1 and num_bytes > READ_AHEAD_BYTES)
-
     with ThreadPoolExecutor(NUM_READERS, "weights-reading") as pool:
         for entry in entries:
             size = sum(reader.targets[name][0].nbytes for name in reader.names_of(entry))
             pending.append((size, pool.submit(reader.read, entry)))
-            while is_full():
+            while len(pending) > NUM_READERS or (
+                len(pending) > 1 and sum(size for size, _ in pending) > READ_AHEAD_BYTES
+            ):
                 yield pending.popleft()[1].result()
         while pending:
             yield pending.popleft()[1].result()
@@ -243,8 +226,14 @@ def fill_directly(
         for entry in entries:
             for target in targets.get(entry.name, ()):
                 shard = local_part(target)
+                rows: slice | EllipsisType = ...  # all of them
+                if isinstance(target, DTensor):
+                    mesh = target.device_mesh
+                    rows_per_rank = -(-len(target) // mesh.shape[-1])
+                    start = rows_per_rank * mesh.get_local_rank(mesh.ndim - 1)
+                    rows = slice(start, start + len(shard))
                 if shard.numel():
-                    shard.copy_(checkpoint.read_rows(entry, own_rows(target)))
+                    shard.copy_(checkpoint.read_rows(entry, rows))
 
 
 @torch.no_grad()

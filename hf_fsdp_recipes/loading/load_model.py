@@ -3,7 +3,6 @@
 import copy
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,16 +49,6 @@ HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
 FOR_BUILDING = ("attn_implementation", "experts_implementation", "trust_remote_code")
 
 Arguments = dict[str, Any]  # keyword arguments of `from_pretrained`
-
-
-@dataclass
-class Description:
-    """What the files of a model say about it, except for its weights."""
-
-    directory: Path
-    config: PreTrainedConfig
-    building_arguments: Arguments  # the arguments that are needed to build the model
-    generation_config: GenerationConfig | None
 
 
 def load_model(
@@ -118,15 +107,15 @@ def prepare_model(
             found = describe_model(name_or_path, kwargs)
     else:
         found = distributed.run_on_main(lambda: describe_model(name_or_path, kwargs))
-    checkpoint = Checkpoint(found.directory, take_quantizer(found.config))
+    directory, config, building_arguments, generation_config = found
+    checkpoint = Checkpoint(directory, take_quantizer(config))
     if dtype in (None, "auto"):
-        dtype = getattr(found.config, "dtype", None)
-        dtype = dtype or distributed.run_on_main(checkpoint.first_dtype)
+        dtype = config.dtype or distributed.run_on_main(checkpoint.first_dtype)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
-    model = build_on_meta(found.config, dtype, auto_class, found.building_arguments)
-    if found.generation_config is not None:
-        model.generation_config = found.generation_config
+    model = build_on_meta(config, dtype, auto_class, building_arguments)
+    if generation_config is not None:
+        model.generation_config = generation_config
     entries, conversions = distributed.run_on_main(lambda: checkpoint.plan(model))
     set_conversions(model, conversions)
     if quantization_config is not None:
@@ -145,15 +134,21 @@ def check_fsdp_version() -> None:
         )
 
 
-def describe_model(name_or_path: str, kwargs: Arguments) -> Description:
-    """Return the description of a model in a directory or on the Hub. Reads its files."""
+def describe_model(
+    name_or_path: str, kwargs: Arguments
+) -> tuple[Path, PreTrainedConfig, Arguments, GenerationConfig | None]:
+    """Return what the files of a model say about it, except for its weights.
+
+    That is its local directory and config, the arguments that are needed to build it, and its
+    generation config.
+    """
     directory = find_directory(name_or_path, kwargs)
     generation_config = None
     if (directory / "generation_config.json").is_file():
         generation_config = GenerationConfig.from_pretrained(directory)
     config, building_arguments = read_config(directory, kwargs)
     config.name_or_path = name_or_path
-    return Description(directory, config, building_arguments, generation_config)
+    return directory, config, building_arguments, generation_config
 
 
 def find_directory(name_or_path: str, kwargs: Arguments) -> Path:
@@ -208,8 +203,7 @@ def take_quantizer(config: PreTrainedConfig) -> HfQuantizer | None:
 
 def find_class(config: PreTrainedConfig) -> Any:
     """Return the model class that a config names, as TRL does, or else AutoModelForCausalLM."""
-    name = (config.architectures or [""])[0]
-    return getattr(transformers, name, AutoModelForCausalLM)
+    return getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
 
 
 def build_on_meta(

@@ -54,12 +54,6 @@ class Loader:
         self.model.__dict__["save_pretrained"] = _refuse
         self.guard = self.model.register_forward_pre_hook(_refuse)
 
-    def detach(self) -> None:
-        """Undo `attach`."""
-        del self.model.__dict__[LOADER]
-        del self.model.__dict__["save_pretrained"]
-        self.guard.remove()
-
     def shard(
         self,
         accelerator: Accelerator,
@@ -86,27 +80,34 @@ class Loader:
             model = shard(accelerator, model)
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         targets = allocate(model, torch.device("cpu") if is_offloaded else device)
-        for tied, saved in find_tied(self.model).items():
-            join_frozen(targets, tied, saved)
-        self._check(targets)
+        self._join_tied(targets)
         read_directly = []
         sent_by_rank0 = []
         for entry in self.entries:
-            can_slice = entry.kind == "stored" and entry.name not in layers
-            if self.is_direct and can_slice:
+            if self.is_direct and entry.kind == "stored" and entry.name not in layers:
                 read_directly.append(entry)
             else:
                 sent_by_rank0.append(entry)
         fill_directly(self.checkpoint, read_directly, targets)
-        reader = Reader(self.model, self.checkpoint, layers, targets, device)
-        fill_from_rank0(reader, sent_by_rank0)
+        fill_from_rank0(Reader(self.model, self.checkpoint, layers, targets, device), sent_by_rank0)
         copy_to_replicas(targets)
-        self.detach()
+        del self.model.__dict__[LOADER]
+        del self.model.__dict__["save_pretrained"]
+        self.guard.remove()
         train_like_one_process(model)
         return model
 
-    def _check(self, targets: Tensors) -> None:
-        """Raise a LoadError if weights were separated from those they were tied to."""
+    def _join_tied(self, targets: Tensors) -> None:
+        """Let two tied weights that Accelerate has separated get the same values.
+
+        A weight that is trained must stay tied: otherwise, raise a LoadError. PEFT's copies of a
+        frozen weight are not tied.
+        """
+        for tied, saved in find_tied(self.model).items():
+            parts = targets.get(tied, [])
+            if saved in targets and not all(part.requires_grad for part in parts):
+                targets[saved][:] = dict.fromkeys(targets[saved] + parts)
+                targets[tied] = targets[saved]
         filled = {
             target
             for entry in self.entries
@@ -139,17 +140,6 @@ def untie_frozen(model: Module) -> None:
             if is_frozen and parameter in known and module not in owners:
                 setattr(module, name, Placeholder(parameter))
             known.add(parameter)
-
-
-def join_frozen(targets: Tensors, tied: str, saved: str) -> None:
-    """Let two tied weights that Accelerate has separated get the same values.
-
-    A weight that is trained must stay tied. PEFT's copies of a frozen weight are not tied.
-    """
-    parts = targets.get(tied, [])
-    if saved in targets and not all(part.requires_grad for part in parts):
-        targets[saved][:] = dict.fromkeys(targets[saved] + parts)
-        targets[tied] = targets[saved]
 
 
 def _refuse(*args: object, **kwargs: object) -> NoReturn:

@@ -249,8 +249,9 @@ def _describe_run(
     path = getattr(getattr(model, "config", None), "name_or_path", "")
     model_name = Path(path or type(model).__name__).name
     dtype = PRECISIONS.get(AcceleratorState().mixed_precision, next(model.parameters()).dtype)
-    device_module = torch.get_device_module(args.device)
-    get_device_name = getattr(device_module, "get_device_name", lambda: args.device.type)
+    get_device_name = getattr(
+        torch.get_device_module(args.device), "get_device_name", lambda: args.device.type
+    )
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     length = f"{args.max_steps}steps" if args.max_steps > 0 else f"{args.num_train_epochs:g}"
     return {

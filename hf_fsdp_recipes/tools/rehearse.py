@@ -126,9 +126,10 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
     getattr(model_class, "from_config", model_class)(config).save_pretrained(model)
     tokenizer.save_pretrained(model)
     rows, _ = read_rows(arguments)
-    lines = [json.dumps(row, default=str) + "\n" for row in islice(cycle(rows), NUM_ROWS)]
     data = directory / "rows.jsonl"
-    data.write_text("".join(lines))
+    data.write_text(
+        "".join(json.dumps(row, default=str) + "\n" for row in islice(cycle(rows), NUM_ROWS))
+    )
     return [
         *options,
         f"--model_name_or_path={model}",

@@ -43,8 +43,7 @@ def shrink(config: Any, num_tokens: int) -> Any:
             small = shrink(value, num_tokens)
         elif isinstance(value, dict) and "mrope_section" in value:
             # Parts of half of a head, for time, height and width.
-            half = int(8 * value.get("partial_rotary_factor", 1))
-            value["mrope_section"] = [half - 2, 1, 1]
+            value["mrope_section"] = [int(8 * value.get("partial_rotary_factor", 1)) - 2, 1, 1]
         elif isinstance(value, list) and len(value) == depth:  # an entry for each layer
             small = [*dict.fromkeys(value), *value][:2]
         elif isinstance(value, float) and ("drop" in name or "jitter" in name):

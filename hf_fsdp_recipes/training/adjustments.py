@@ -37,21 +37,17 @@ def adjust(trainer: SFTTrainer, is_streamed: bool) -> None:
 
 
 def reduce_in_float32(plugin: Any, model: Any) -> None:
-    """Let FSDP sum gradients in float32. A mixed precision policy would sum them in 16 bits."""
-    if plugin.mixed_precision_policy:
-        plugin.mixed_precision_policy = dataclasses.replace(
-            plugin.mixed_precision_policy, reduce_dtype=torch.float32
-        )
-        gather_units_once(model)
+    """Let FSDP sum gradients in float32. A mixed precision policy would sum them in 16 bits.
 
-
-def gather_units_once(model: Any) -> None:
-    """Let a model gather each of its FSDP units once before the first forward.
-
-    If gradients are reduced in float32 and accumulated over micro-batches, torch raises an error
-    in the backward pass of a unit that has never been gathered. The output head can be such a
-    unit: TRL's loss reads its weight without calling the head.
+    If such gradients are accumulated over micro-batches, torch raises an error in the backward
+    pass of a unit that has never been gathered. The output head can be such a unit: TRL's loss
+    reads its weight without calling the head. So the model gathers each unit once before the
+    first forward.
     """
+    policy = plugin.mixed_precision_policy
+    if not policy:
+        return
+    plugin.mixed_precision_policy = dataclasses.replace(policy, reduce_dtype=torch.float32)
 
     @torch.compiler.disable
     def gather(root: torch.nn.Module, inputs: object) -> None:

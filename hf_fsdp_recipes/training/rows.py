@@ -74,8 +74,7 @@ def read_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
             "Each rank needs at least one."
         )
     if evaluation is None and percentage:
-        parts = train.train_test_split(percentage / 100, seed=training.seed)
-        train, evaluation = parts.values()
+        train, evaluation = train.train_test_split(percentage / 100, seed=training.seed).values()
 
     def prepare(rows: Rows) -> Rows:
         _check_texts(rows, name, training.dataset_text_field)
@@ -130,8 +129,11 @@ def _load(arguments: Arguments) -> DatasetDict | IterableDatasetDict:
     name = str(script.dataset_name)
     path = Path(name)
     if path.suffix in BUILDERS and not path.is_dir():
-        files = {script.dataset_train_split: name}
-        return load_dataset(BUILDERS[path.suffix], data_files=files, streaming=streaming)
+        return load_dataset(
+            BUILDERS[path.suffix],
+            data_files={script.dataset_train_split: name},
+            streaming=streaming,
+        )
     if path.is_file():
         raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
     if path.is_dir() or name.startswith((".", "/", "~")):
@@ -152,8 +154,7 @@ def to_trl_format(rows: Rows, prompt_format: str) -> Rows:
     columns = columns_of(rows)
     if "instruction" not in columns or "output" not in columns:
         return rows
-    to_prompt = to_alpaca if prompt_format == "alpaca" else to_chat
-    return rows.map(to_prompt, remove_columns=columns)
+    return rows.map(to_alpaca if prompt_format == "alpaca" else to_chat, remove_columns=columns)
 
 
 def to_alpaca(row: Row) -> Row:

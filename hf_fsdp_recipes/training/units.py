@@ -91,8 +91,7 @@ def gather_head_for_loss(model: Any) -> None:
         for unit in units:
             output.last_hidden_state = getattr(unit, GATHER)(output.last_hidden_state)
 
-    is_trained = any(parameter.requires_grad for parameter in head.parameters())
-    if is_trained:
+    if any(parameter.requires_grad for parameter in head.parameters()):
         base.base_model.register_forward_hook(gather)
 
 
@@ -145,8 +144,11 @@ def note_gradients(model: Module) -> None:
         )
 
     for name, parameter in model.named_parameters():
-        is_sharded = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
-        if is_sharded and parameter.requires_grad:
+        if (
+            parameter.requires_grad
+            and isinstance(parameter, DTensor)
+            and parameter.device_mesh.size() > 1
+        ):
             handles.append(parameter.register_hook(functools.partial(note, name)))
 
 

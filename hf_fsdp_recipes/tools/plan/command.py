@@ -62,8 +62,9 @@ def plan(
     if not job.on_cpu:
         temporary = sum(parts.values()) - parts["parameters"] - parts["optimizer state"]
         nccl = NCCL_BYTES if job.num_ranks > 1 else 0
-        assumed = CONTEXT_BYTES + FRAGMENTATION * temporary + nccl
-        parts["context, NCCL, fragmentation (assumed)"] = assumed
+        parts["context, NCCL, fragmentation (assumed)"] = (
+            CONTEXT_BYTES + FRAGMENTATION * temporary + nccl
+        )
     print_parts(job, parts)
     if sum(parts.values()) > limit_gigabytes * 1e9:
         print(

@@ -80,8 +80,12 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
         )
     environment["ACCELERATE_USE_CPU"] = "true"  # so that any machine can read a recipe for GPUs
     with patch.dict(os.environ, environment):
-        parsed_script = parse_arguments(launch.training_script_args)
-    return Job(parsed_script, environment, launch.num_processes, bool(launch.use_cpu))
+        return Job(
+            parse_arguments(launch.training_script_args),
+            environment,
+            launch.num_processes,
+            bool(launch.use_cpu),
+        )
 
 
 def read_config(job: Job) -> PreTrainedConfig:

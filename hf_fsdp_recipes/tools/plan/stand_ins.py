@@ -78,8 +78,7 @@ def replacements(job: Job) -> Iterator[tuple[object, str, object]]:
         kv_offset: object,
         window: int | None = None,
     ) -> bool:
-        is_windowed = window is not None and kv_length >= window
-        return is_flash or not (has_mask or is_windowed)
+        return is_flash or not (has_mask or (window is not None and kv_length >= window))
 
     # Without its hooks, torch's tracker has no statistics of each module. They would take minutes
     # for a large model.

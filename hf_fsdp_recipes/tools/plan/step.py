@@ -96,11 +96,10 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
     chosen = job.arguments.model
     training = job.arguments.training
     take_quantizer(config)
-    auto_class = find_class(config)
     dtype: Any = getattr(torch, str(chosen.dtype), None) or config.dtype or torch.float32
     # Unless eager attention is chosen, the model has SDPA, if it can.
-    attention = "eager" if chosen.attn_implementation == "eager" else None
-    model: Any = build_on_meta(config, dtype, auto_class, {"attn_implementation": attention})
+    arguments = {"attn_implementation": "eager" if chosen.attn_implementation == "eager" else None}
+    model: Any = build_on_meta(config, dtype, find_class(config), arguments)
     model.train()
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     if chosen.load_in_4bit:
@@ -180,10 +179,9 @@ def _run(model: Any, job: Job) -> dict[str, float]:
     precision = PRECISIONS.get(job.environment["ACCELERATE_MIXED_PRECISION"])
     accelerator_config: Any = training.accelerator_config  # TrainingArguments parses strings
     options = accelerator_config.gradient_accumulation_kwargs or {}
-    # One micro-batch stands for all those before the last one.
-    is_accumulated = training.gradient_accumulation_steps > 1
     with tracker:
-        for is_last in [False, True] if is_accumulated else [True]:
+        # One micro-batch stands for all those before the last one.
+        for is_last in [False, True] if training.gradient_accumulation_steps > 1 else [True]:
             model.set_requires_gradient_sync(is_last or options.get("sync_each_batch", False))
             with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
                 # Like Trainer, keep no outputs.
