@@ -215,6 +215,7 @@ class OutputDirectory:
         for path in written.glob("**/"):
             sync(path)
         final = self.path / written.name
+        self._take_over(written)  # written meanwhile
         written.rename(final)
         sync(self.path)
         if _replaced(final).exists():
