@@ -142,8 +142,9 @@ def _merge_step(
     prefix = f"{PREFIX}{path}."
 
     def merge(state: Tensors) -> Tensors:
-        merged = _merge(deepcopy(layer), state)
-        return {names[f"{path}.{name}"]: value for name, value in merged.items()}
+        return {
+            names[f"{path}.{name}"]: value for name, value in _merge(deepcopy(layer), state).items()
+        }
 
     def merge_in_float32(tensors: Tensors) -> Tensors:
         # The adapter may be on an accelerator while base weights from files are on the CPU.

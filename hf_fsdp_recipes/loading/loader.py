@@ -136,8 +136,12 @@ def untie_frozen(model: Module) -> None:
     known = {weight} if owners else set()
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            is_frozen = isinstance(parameter, Placeholder) and not parameter.requires_grad
-            if is_frozen and parameter in known and module not in owners:
+            if (
+                isinstance(parameter, Placeholder)
+                and not parameter.requires_grad
+                and parameter in known
+                and module not in owners
+            ):
                 setattr(module, name, Placeholder(parameter))
             known.add(parameter)
 

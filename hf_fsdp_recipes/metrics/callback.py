@@ -246,8 +246,9 @@ def _describe_run(
     model: Module,
 ) -> Entry:
     """Return the entry that is written to metrics.jsonl each time the run starts or resumes."""
-    path = getattr(getattr(model, "config", None), "name_or_path", "")
-    model_name = Path(path or type(model).__name__).name
+    model_name = Path(
+        getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+    ).name
     dtype = PRECISIONS.get(AcceleratorState().mixed_precision, next(model.parameters()).dtype)
     get_device_name = getattr(
         torch.get_device_module(args.device), "get_device_name", lambda: args.device.type
