@@ -52,6 +52,7 @@ class Loader:
         """Become an attribute of the model. Running or saving the model then raises an error."""
         self.model.__dict__[LOADER] = self
         self.model.__dict__["save_pretrained"] = _refuse
+        self.shapes = {name: value.shape for name, value in self.model.named_parameters()}
         self.guard = self.model.register_forward_pre_hook(_refuse)
 
     def shard(
@@ -100,8 +101,8 @@ class Loader:
     def _join_tied(self, targets: Tensors) -> None:
         """Let two tied weights that Accelerate has separated get the same values.
 
-        A weight that is trained must stay tied: otherwise, raise a LoadError. PEFT's copies of a
-        frozen weight are not tied.
+        A weight that is trained must stay tied, and no weight may change its shape: otherwise,
+        raise a LoadError. PEFT's copies of a frozen weight are not tied.
         """
         for tied, saved in find_tied(self.model).items():
             parts = targets.get(tied, [])
@@ -115,6 +116,9 @@ class Loader:
             for target in targets.get(name, ())
         }
         for name, tensors in targets.items():
+            shape = tensors[0].shape
+            if self.shapes.get(name, shape) != shape:
+                raise LoadError(f"{name} changed its shape before it was loaded. {OFFLINE}.")
             if isinstance(tensors[0], Parameter) and filled.isdisjoint(tensors):
                 raise LoadError(
                     f"{name} is tied to another weight, but Accelerate separates them under FSDP2, "

@@ -177,7 +177,6 @@ class ShardedCheckpointCallback(TrainerCallback):
                 break
             if run.is_complete and distributed.from_main(read_run(export_dir)) == facts:
                 distributed.print_main(f"{export_dir} holds this model already")
-                self.exported.append(export_dir)
                 continue
             unpublished = export_dir.with_name(f".{export_dir.name}-{run.run_id}")
             # A kill may have left one.

@@ -53,7 +53,6 @@ class Run(TrainerCallback):
     ) -> None:
         self.trainer = trainer
         self.run_id = run_id
-        self.is_complete = False  # whether the run had all of its steps when it was started
         self._callback = callback
         self._directory = directory
         self._saver = Saver(directory)
@@ -104,6 +103,7 @@ class Run(TrainerCallback):
             train_like_one_process(self.trainer.model)
         self._flags = StepFlags(self._callback.signals)
         self._opened.callback(self._flags.close)
+        # Whether the run had all of its steps when it was started.
         self.is_complete = state.max_steps <= state.global_step
         if self.is_complete:
             distributed.print_main(
@@ -212,9 +212,6 @@ class Run(TrainerCallback):
             distributed.run_on_main(lambda: self._directory.expose(save.written))
         except Exception as error:
             save.error = error
-        # To the end: another callback may have been added.
-        trainer.callback_handler.callbacks.remove(self)
-        trainer.callback_handler.callbacks.append(self)
 
     def _locate_best(self) -> None:
         """Let Trainer's state name the best checkpoint, once the save that begins is complete.
