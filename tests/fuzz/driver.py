@@ -31,8 +31,15 @@ class Fuzzer:
         self._work = work
         self._timeout = timeout
         common = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-        fsdp = common | fsdp_environment(FSDP2)
-        self._environments = {"fsdp1": fsdp, "fsdp2": fsdp, "ddp2": common, "one": common}
+        sharded = common | fsdp_environment(FSDP2)
+        full = common | fsdp_environment(FSDP2 | {"fsdp_state_dict_type": "FULL_STATE_DICT"})
+        self._environments = {
+            "fsdp1": sharded,
+            "fsdp2": sharded,
+            "full2": full,
+            "ddp2": common,
+            "one": common,
+        }
         self._models = str(work / "models")
         self._num_runs = 0
         self._lock = threading.Lock()

@@ -27,7 +27,7 @@ from transformers.trainer_utils import (
     get_last_checkpoint,
 )
 
-from hf_fsdp_recipes import ShardedCheckpointCallback, latest_checkpoint
+from hf_fsdp_recipes import ShardedCheckpointCallback, distributed, latest_checkpoint
 from hf_fsdp_recipes.upstream import patches
 from tests.fuzz.callbacks import Recorder, text_of
 from tests.fuzz.combinations import Case, Session, output_dir
@@ -138,9 +138,10 @@ class Run:
             step.events = self._recorder.events
             if self._trainer is not None:
                 step.facts = self._facts()
-            if torch.distributed.is_initialized():
-                torch.distributed.barrier()
-            step.files = describe(Path.cwd())
+            wait_for_ranks()
+            if distributed.is_main():
+                step.files = describe(Path.cwd())
+            wait_for_ranks()
             steps.append(step)
             if step.outcome != RETURNED and (name == "build" or not self._case.get("go_on")):
                 break
@@ -221,6 +222,11 @@ class Run:
                 for name, value in model.named_parameters()
             }
         return None
+
+
+def wait_for_ranks() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
 
 
 def prepare_search(trainer: Any) -> None:
