@@ -27,7 +27,7 @@ from hf_fsdp_recipes.saving.directory import STATE_KEY, OutputDirectory, set_asi
 from hf_fsdp_recipes.saving.recorder import is_sharded
 from hf_fsdp_recipes.saving.run import Run
 from hf_fsdp_recipes.upstream import patches
-from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR
+from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR, INTERNAL_CALL
 
 
 class ShardedCheckpointCallback(TrainerCallback):
@@ -199,9 +199,12 @@ def _save_model(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Let `Trainer.save_model` write the full model, not nothing, if the state is sharded."""
+    """Let `Trainer.save_model` write the full model, not nothing, if the state is sharded.
+
+    The model in a checkpoint stays sharded.
+    """
     with ExitStack() as replaced:
-        if is_sharded(trainer) and True not in (*args[1:], kwargs.get("_internal_call")):
+        if is_sharded(trainer) and not (args and INTERNAL_CALL in kwargs):
             plugin = trainer.accelerator.state.fsdp_plugin
             full = type(plugin.state_dict_type).FULL_STATE_DICT
             replaced.enter_context(mock.patch.object(plugin, "state_dict_type", full))

@@ -36,6 +36,7 @@ GET_OUTPUT_DIR = "_get_output_dir"  # a trainer's: returns the directory of a ru
 PUSH_CHECKPOINT = "_push_from_checkpoint"  # uploads a checkpoint if `hub_strategy` says so
 SAVE_CHECKPOINT = "_save_checkpoint"  # saves a checkpoint
 RUN_EPOCH = "_run_epoch"  # trains an epoch
+INTERNAL_CALL = "_internal_call"  # argument of `save_model`: Trainer saves a checkpoint
 FINALIZE = "_finalize_training"  # loads the best model after the last epoch
 # Attributes of Trainer that `ShardedCheckpointCallback` replaces in one trainer while it trains.
 REPLACED = (GET_OUTPUT_DIR, PUSH_CHECKPOINT, SAVE_CHECKPOINT, RUN_EPOCH, FINALIZE)

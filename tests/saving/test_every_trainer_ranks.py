@@ -205,6 +205,7 @@ def _save_model(output, lora):
     on(trainer, "on_step_end", lambda state, control: state.global_step == 3 and save(state, None))
     trainer.train()
     save(trainer.state, None)
+    trainer.save_model(_internal_call=True)  # as Trainer.push_to_hub does
     return saved
 
 
@@ -215,4 +216,5 @@ def test_save_model_writes_the_model_during_and_after_training(run, tmp_path, lo
         assert digests_in(tmp_path / f"step-{step}") == weights
         config = "adapter_config.json" if lora else "config.json"
         assert (tmp_path / f"step-{step}" / config).is_file()
+    assert digests_in(tmp_path / "run") == saved[-1]
     assert steps_in(tmp_path / "run") == [2, 4]
