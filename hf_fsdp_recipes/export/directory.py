@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import StateDictSplit
 from peft import PeftModel
 from torch.nn import Module
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_fsdp_recipes import distributed
@@ -148,9 +148,12 @@ def write_configs(
         custom_object_save(model, directory, config=config)  # type: ignore[arg-type]
     config.save_pretrained(directory)
     if model.can_generate():
-        # As it came with the model. `save_pretrained` refuses some that `from_pretrained` loads.
-        file = directory / GENERATION_CONFIG_NAME
-        model.generation_config.to_json_file(file)
+        save_as_it_came(model.generation_config, directory)
+
+
+def save_as_it_came(config: GenerationConfig, directory: PathLike) -> None:
+    """Write a generation config, also one that its `save_pretrained` refuses."""
+    config.to_json_file(Path(directory, GENERATION_CONFIG_NAME))
 
 
 def write_index(

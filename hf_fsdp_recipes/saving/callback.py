@@ -23,7 +23,7 @@ from hf_fsdp_recipes.export.directory import (
 )
 from hf_fsdp_recipes.export.export import export_model, parse_dtype
 from hf_fsdp_recipes.loading.load_model import check_fsdp_version
-from hf_fsdp_recipes.saving.directory import STATE_KEY, OutputDirectory, set_aside_later
+from hf_fsdp_recipes.saving.directory import OutputDirectory, read_owner, set_aside_later
 from hf_fsdp_recipes.saving.recorder import is_sharded
 from hf_fsdp_recipes.saving.run import Run
 from hf_fsdp_recipes.upstream import patches
@@ -156,8 +156,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
             step = state.global_step
-            states: Any = state.stateful_callbacks  # annotated as a list, but a dict
-            run_id = states.get(STATE_KEY, {}).get("run")
+            run_id = read_owner(Path(checkpoint)).get("run")
         run_id = run_id or secrets.token_hex(8)
         for export_dir in self._exports:
             check_is_own(export_dir, run_id)

@@ -25,6 +25,7 @@ from shutil import rmtree
 from typing import Any, TextIO
 
 import xxhash
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_recipes.errors import CheckpointError
@@ -35,7 +36,6 @@ MANIFEST = "manifest.json"
 STATE_KEY = "ShardedCheckpoints"  # key of the run's id in `TrainerState.stateful_callbacks`
 WORKSPACE = "_saving"
 LOCK = "lock"
-PATIENCE_SECONDS = 8.0  # how long a run waits for the processes of a killed one
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
@@ -52,6 +52,16 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """Return the step from a checkpoint's name."""
     return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def read_owner(checkpoint: Path) -> dict[str, Any]:
+    """Return what `Run` has added to Trainer's state in a checkpoint. Empty: nothing."""
+    with suppress(Exception):  # a damaged file can raise any error
+        states: Any = TrainerState.load_from_json(
+            str(checkpoint / TRAINER_STATE_NAME)
+        ).stateful_callbacks  # annotated as a list, but a dict
+        return states[STATE_KEY]
+    return {}
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
@@ -121,7 +131,7 @@ class OutputDirectory:
         if self._lock is None:
             raise CheckpointError(f"another run trains in {self.path}. End it first.")
         found = list_checkpoints(self.path)
-        others = [path for path in found if (read_manifest(path) or {}).get("run") != run]
+        others = [path for path in found if read_owner(path).get("run") != run]
         if resumed is not None and Path(resumed).absolute().parent.samefile(self.path):
             others = []
         if others:
@@ -286,25 +296,22 @@ def sync(path: Path) -> None:
 
 
 def lock(file: Path) -> TextIO | None:
-    """Lock a file and return it open, or None if another process holds the lock.
+    """Lock a file and return it open, or None if it is locked already.
 
-    The lock lasts until the file is closed, and no process that this one has forked has it open.
-    Workers of a data loader end a few seconds after a killed run, so this waits for them. A file
-    system without locks causes only a warning.
+    The lock lasts until the file is closed or this process ends. A file system without locks causes
+    only a warning.
     """
-    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # its last owner has just deleted it
             stream = file.open("a")
+            # Otherwise, a data loader's worker that outlives a killed run would keep the lock.
+            os.register_at_fork(after_in_child=stream.close)
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 stream.close()
-                if time.monotonic() > deadline:
-                    return None
-                time.sleep(0.1)
-                continue
+                return None
             except OSError as error:
                 logger.warning(
                     "%s cannot be locked: %s. Start only one run in this directory at a time.",

@@ -79,16 +79,10 @@ class HostCopy:
         if forms_of(originals) != self._forms:
             self._allocate(originals)
         copies = dict(zip(originals, self._copies, strict=True))
-        synchronize(originals)  # what another stream still computes, in host memory too
-        try:
-            for identity, original in originals.items():
-                local = local_part(original)
-                memory = local_part(copies[identity])
-                is_pinned = memory.data_ptr() in self._pinned
-                is_lazy = local.is_conj() or local.is_neg()  # then the host changes what was copied
-                memory.copy_(local, non_blocking=is_pinned and not is_lazy)
-        finally:
-            synchronize(originals)  # before the memory can be read or freed
+        if any(tensor.device.type != "cpu" for tensor in originals.values()):
+            torch.accelerator.synchronize()  # other streams may still compute, in host memory too
+        for identity, original in originals.items():
+            local_part(copies[identity]).copy_(local_part(original))
         return map_tensors(state, lambda tensor: copies[identify(tensor)])
 
     def close(self) -> None:
@@ -153,12 +147,6 @@ def find_originals(state: Mapping[str, Any]) -> dict[Any, Tensor]:
 def forms_of(originals: Mapping[Any, Tensor]) -> list[object]:
     """Return the tensors' forms: two states of the same forms can be copied to the same memory."""
     return [form for form, _ in originals]
-
-
-def synchronize(originals: Mapping[Any, Tensor]) -> None:
-    """Wait for the accelerator, if a tensor is on one."""
-    if any(tensor.device.type != "cpu" for tensor in originals.values()):
-        torch.accelerator.synchronize()
 
 
 def unpin(addresses: set[int]) -> None:

@@ -19,9 +19,9 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import CheckpointError, describe
 from hf_fsdp_recipes.saving.directory import (
     MANIFEST,
-    STATE_KEY,
     list_checkpoints,
     read_manifest,
+    read_owner,
     step_of,
     write_manifest,
 )
@@ -118,15 +118,10 @@ def find_damage(
     if manifest is None:
         has_weights = any(checkpoint.glob("*.safetensors"))
         has_shards = any(checkpoint.rglob("*.distcp"))
-        file = checkpoint / TRAINER_STATE_NAME
-        is_of_trainer = file.is_file() and STATE_KEY not in file.read_text()
-        if (
-            is_of_trainer
-            and has_weights
-            and not has_shards
-            and not (checkpoint / MANIFEST).exists()
-        ):
-            return None  # Trainer wrote this checkpoint without FSDP and without our callback
+        is_begun = read_owner(checkpoint).get("is_verified") or (checkpoint / MANIFEST).exists()
+        has_state = (checkpoint / TRAINER_STATE_NAME).is_file()
+        if has_state and has_weights and not has_shards and not is_begun:
+            return None  # Trainer alone wrote this checkpoint, without FSDP
         return (
             "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it. "
             f"If its files are all there: {way_back}"
@@ -164,7 +159,10 @@ def accept(checkpoint: Path) -> list[str]:
     """
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} is no directory.")
-    manifest = read_manifest(checkpoint) or {"step": step_of(checkpoint), "files": {}}
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
+        logger.warning("%s does not say any more how many rows a step has", checkpoint)
+        manifest = {"step": step_of(checkpoint), "files": {}}
     files = {}
     for path in checkpoint.rglob("*"):
         name = str(path.relative_to(checkpoint))

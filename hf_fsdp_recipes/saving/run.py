@@ -96,7 +96,7 @@ class Run(TrainerCallback):
     ) -> None:
         """Install the signal handlers. If the run is complete, let Trainer skip its epochs."""
         states: Any = state.stateful_callbacks  # annotated as a list, but a dict
-        states[STATE_KEY] = {"run": self.run_id}
+        states[STATE_KEY] = {"run": self.run_id, "is_verified": not args.save_on_each_node}
         self._locate_best()
         self._kept_best = _best(state)
         if self.trainer.is_fsdp_enabled:
@@ -182,6 +182,8 @@ class Run(TrainerCallback):
         args = trainer.args
         state = trainer.state
         self._saved_step = state.global_step
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.append(callbacks.pop(callbacks.index(self)))  # others may have been added
         if args.save_on_each_node:  # the nodes do not share the directory
             by_trainer(model, trial)
             return
@@ -290,6 +292,7 @@ class Run(TrainerCallback):
         if self._stop_signal:
             checkpoint = self._path_of(self.trainer.state.global_step)
             distributed.print_main(f"stopped by a signal; resume from {checkpoint}")
+            distributed.gather(None)  # then no rank needs another one any more
             sys.exit(EXIT_PREEMPTED)
 
     def _settle(self) -> None:

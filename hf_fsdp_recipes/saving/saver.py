@@ -170,7 +170,11 @@ class Saver:
         self._directory.add_others_files(save.written)
         for path in save.written.rglob("*"):
             name = str(path.relative_to(save.written))
-            if path.is_file() and name not in files and name != MANIFEST:
+            if name == MANIFEST:
+                raise CheckpointError(
+                    f"a callback wrote {name}, which is the checkpoint's own file"
+                )
+            if path.is_file() and name not in files:
                 files[name] = hash_small_file(path)
         self._directory.publish(save.written, save.facts, files)
         self._directory.prune(save.keep, save.best[-1])

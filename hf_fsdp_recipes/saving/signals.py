@@ -6,6 +6,7 @@ import signal
 import threading
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -13,6 +14,7 @@ from hf_fsdp_recipes import distributed
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # prctl's number for this option, from linux/prctl.h
+LAST_WORDS_SECONDS = 5.0  # how long a rank may take to fail by itself after another one has ended
 
 
 class StepFlags:
@@ -20,6 +22,9 @@ class StepFlags:
 
     All ranks learn of a flag in the same step. The exchange is one all-reduce of two integers in
     host memory. It starts before the optimizer step and runs during the step.
+
+    After a rank has crashed, the launcher sends SIGTERM to the others. They might wait for the
+    crashed one for ever, and never save. So a thread ends them. Collective to create.
 
     Args:
         listen: whether to install handlers for STOP_SIGNALS, and to ask the kernel for SIGTERM if
@@ -33,18 +38,32 @@ class StepFlags:
         self._flags = torch.zeros(2, dtype=torch.int32)
         self._work: dist.Work | None = None
         self._previous: dict[signal.Signals, Any] = {}
+        self._is_closed = threading.Event()
+        ranks = distributed.gather(self._process)
         if listen and threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) is not None:  # else Python could not restore it
                     self._previous[number] = signal.signal(number, self._record)
             if "TORCHELASTIC_RUN_ID" in os.environ:  # other parents may end, such as a shell
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+                threading.Thread(target=self._watch, args=[ranks], daemon=True).start()
 
     def _record(self, number: int, frame: object) -> None:
         if os.getpid() != self._process:  # a fork has the handler, too
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self._signal = number
+
+    def _watch(self, ranks: list[int]) -> None:
+        """End this process soon after another rank of the same launcher has ended."""
+        children = psutil.Process(os.getppid()).children()
+        others = [child for child in children if child.pid in ranks]
+        while all(rank.is_running() for rank in others):
+            if self._is_closed.wait(1.0):
+                return
+        if not self._is_closed.wait(LAST_WORDS_SECONDS):
+            os.write(2, b"another rank of this node has ended, so this one ends too\n")
+            os.kill(self._process, signal.SIGKILL)
 
     def start(self, has_failed: bool) -> None:
         """Start an exchange, after the last one. Collective, in the main thread."""
@@ -73,6 +92,7 @@ class StepFlags:
 
     def close(self) -> None:
         """Restore the previous signal handlers. They get a signal that came too late to be told."""
+        self._is_closed.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._previous:

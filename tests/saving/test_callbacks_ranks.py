@@ -49,24 +49,33 @@ def _write_all(trainer):
         (checkpoint / "trainer_state.json").write_text(json.dumps(state))
 
 
-def _write_all_in_on_save(trainer, is_last):
-    on(trainer, "on_save", lambda state, control: _write_all(trainer), is_last)
+def _write_all_in_on_save(trainer, place):
+    """Write in a callback before ours, after ours, or in one that is added during training."""
+
+    def add(state, control):
+        if state.global_step == 0 or place != "late":
+            on(trainer, "on_save", lambda *_: _write_all(trainer), is_last=place != "first")
+
+    if place == "late":
+        on(trainer, "on_step_begin", add)
+    else:
+        add(trainer.state, trainer.control)
 
 
 @pytest.mark.parametrize(
-    ("world", "is_last", "callback"),
+    ("world", "place", "callback"),
     [
-        ("fsdp", False, {}),
-        ("fsdp", True, {}),
-        ("fsdp", False, {"asynchronous": False}),
-        ("ddp", True, {}),
-        ("one", False, {}),
+        ("fsdp", "first", {}),
+        ("fsdp", "late", {}),
+        ("fsdp", "first", {"asynchronous": False}),
+        ("ddp", "last", {}),
+        ("one", "late", {}),
     ],
 )
 def test_what_callbacks_write_in_on_save_belongs_to_the_checkpoint(
-    run, tmp_path, world, is_last, callback
+    run, tmp_path, world, place, callback
 ):
-    prepare = functools.partial(_write_all_in_on_save, is_last=is_last)
+    prepare = functools.partial(_write_all_in_on_save, place=place)
     options = {"world": world, "sft": True, "lora": True, "prepare": prepare, "callback": callback}
     results = run(tmp_path, **options)
     assert results[0]["error"] is None and results[0]["warnings"] == []
@@ -101,6 +110,16 @@ def _write_note(trainer, name=None):
     checkpoint = _checkpoint(trainer)
     checkpoint.mkdir(exist_ok=True)
     (checkpoint / (name or f"of-rank-{rank()}.txt")).write_text("mine")
+
+
+def _write_a_manifest(trainer):
+    on(trainer, "on_save", lambda state, control: _write_note(trainer, "manifest.json"))
+
+
+def test_a_callback_that_writes_a_manifest_makes_saves_fail_with_the_reason(run, tmp_path):
+    (result,) = run(tmp_path, 1, world="one", prepare=_write_a_manifest)
+    assert "a callback wrote manifest.json" in result["error"]
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("world", ["fsdp", "one"])

@@ -180,10 +180,12 @@ def _sample_without_do_sample(trainer):
     trainer.model.generation_config.temperature = 0.9
 
 
+@pytest.mark.parametrize("world", ["fsdp", "one"])
 def test_a_generation_config_that_cannot_be_saved_is_written_as_the_model_came_with_it(
-    run, tmp_path
+    run, tmp_path, world
 ):
     options = {
+        "world": world,
         "prepare": _sample_without_do_sample,
         "callback": {"export_dir": tmp_path / "export"},
     }

@@ -279,6 +279,18 @@ def _run_out_of_memory_with_4_rows(trainer):
 
 
 @SINGLE
+def test_a_run_that_finds_its_batch_size_goes_on_among_the_saves_of_each_node(run, tmp_path, world):
+    options = {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    options |= {"save_on_each_node": True, "prepare": _run_out_of_memory_with_4_rows}
+    (result,) = run(tmp_path, 1, world=world, **options)
+    assert result["error"] is None and result["step"] == 4
+    assert {"checkpoint-2", "checkpoint-4"} <= set(names_in(tmp_path))
+    # Without FSDP, these are whole checkpoints of Trainer's.
+    resumed = run(tmp_path, 1, world=world, **options)[0]["resumed"]
+    assert resumed == {"one": "checkpoint-4", "fsdp": None}[world]
+
+
+@SINGLE
 def test_a_run_that_finds_its_batch_size_is_resumed_with_the_size_that_it_found(
     run, tmp_path, world
 ):
