@@ -59,12 +59,13 @@ def is_finished(context: Context, found: Difference) -> bool:
     """Whether a run that had all of its steps was started again.
 
     In the middle of an epoch, stock trains one more step. Otherwise only the flag differs that ends
-    our run.
+    our run, and stock may delete checkpoints because of a lower limit.
     """
     begins = [facts for event, facts in context.ours.events if event == "on_train_begin"]
     has_all_steps = bool(begins) and begins[-1]["step"] >= begins[-1]["max_steps"]
     is_of_flag = found.kind.endswith((" sees: next", ".should_training_stop"))
-    is_expected = trains(context.stock) or is_of_flag
+    is_kept = found.kind.startswith("extra ") and found.ours in context.before
+    is_expected = trains(context.stock) or is_of_flag or is_kept
     return has_all_steps and is_expected and not trains(context.ours)
 
 
@@ -85,9 +86,8 @@ def keeps_latest(context: Context, found: Difference) -> bool:
 
 def sets_aside(context: Context, found: Difference) -> bool:
     """Whether later checkpoints were renamed, which stock writes over, or leaves and counts."""
-    new = context.ours.files.keys() - context.before.keys()
     is_of_files = found.kind.startswith(("missing ", "extra ")) or "can be read" in found.kind
-    return is_of_files and any("_set-aside" in name for name in new)
+    return is_of_files and has_set_aside(context)
 
 
 def is_export_refused(context: Context, _: Difference) -> bool:
@@ -121,7 +121,8 @@ def is_given_up(context: Context, found: Difference) -> bool:
 # Each difference, with the sentence in docs/own_script.md that announces it.
 ANNOUNCED: dict[Callable[[Context, Difference], bool], str] = {
     is_refused: "A run that starts at step 0 refuses an output_dir that holds checkpoints.",
-    is_finished: "A finished run that is started again adds no step, no checkpoint and no export.",
+    is_finished: "A finished run that is started again adds no step, no checkpoint and no export, "
+    "and deletes none.",
     keeps_latest: "With save_total_limit=1 and a best model, the latest checkpoint is kept too.",
     sets_aside: "A run that resumes from an earlier checkpoint renames the later ones.",
     is_export_refused: "A run does not begin if export_dir holds the export of another run.",
@@ -160,7 +161,8 @@ def faults(context: Context, differences: list[Difference]) -> Iterator[Differen
     """Yield what must not be, whatever stock does."""
     sentences = {found.announced for found in differences}
     must_stay = any(ANNOUNCED[applies] in sentences for applies in TOUCH_NOTHING)
-    if must_stay and context.ours.files != context.before:
+    is_changed = context.ours.files != context.before and not has_set_aside(context)
+    if must_stay and is_changed:
         names = [sorted(context.before), sorted(context.ours.files)]
         yield difference("files changed by a run that must change none", *names)
     uses_stock = "stock" in context.case.get("second", {})
@@ -172,6 +174,12 @@ def faults(context: Context, differences: list[Difference]) -> Iterator[Differen
             yield difference("checkpoint without a manifest", "", directory)
         if any(NOT_FINITE in str(files.get(name)) for name in MODEL_FILES):
             yield difference("checkpoint with weights that are not finite", "", directory)
+
+
+def has_set_aside(context: Context) -> bool:
+    """Whether the call has renamed checkpoints or an export."""
+    new = context.ours.files.keys() - context.before.keys()
+    return any("_set-aside" in name for name in new)
 
 
 def is_checkpoint(directory: str, files: dict[str, Any]) -> bool:

@@ -7,9 +7,10 @@ from typing import Any
 
 Case = dict[str, Any]
 
-# Each world's number of ranks: FSDP2 on one and two ranks, DDP, and no process group at all.
-WORLDS = {"fsdp1": 1, "fsdp2": 2, "ddp2": 2, "one": 1}
-FEWER_RANKS = {"fsdp2": "fsdp1", "ddp2": "one"}
+# Each world's number of ranks: FSDP2 with sharded state on one and two ranks, and with full state,
+# DDP, and no process group at all.
+WORLDS = {"fsdp1": 1, "fsdp2": 2, "full2": 2, "ddp2": 2, "one": 1}
+FEWER_RANKS = {"fsdp2": "fsdp1", "full2": "fsdp1", "ddp2": "one"}
 OUTPUT_DIRS = {
     "plain": "out",
     "dot": "./out",

@@ -5,7 +5,15 @@ from typing import Any
 
 from tests.fuzz.combinations import ABSOLUTE, OUTPUT_DIRS, Case
 
-WORLD_WEIGHTS = {"fsdp2": 40, "fsdp1": 30, "ddp2": 15, "one": 15}
+WORLD_WEIGHTS = {"fsdp2": 35, "fsdp1": 30, "full2": 5, "ddp2": 15, "one": 15}
+# Where a second session may run instead.
+OTHER_WORLDS = {
+    "fsdp1": "fsdp2",
+    "fsdp2": "fsdp1",
+    "full2": "full2",
+    "ddp2": "one",
+    "one": "ddp2",
+}
 # The chance that an option is set, and its values. A value that stands twice is twice as likely.
 CHANCES: dict[str, tuple[float, list[Any]]] = {
     "rows": (0.4, [5, 6, 7, 9, 11]),
@@ -180,8 +188,7 @@ def draw_second(case: Case, rng: random.Random) -> Case:
     if rng.random() < 0.3:
         changed["actors"] = []
     if rng.random() < 0.15:
-        others = {"fsdp1": "fsdp2", "fsdp2": "fsdp1", "ddp2": "one", "one": "ddp2"}
-        changed["world"] = others[case["world"]]
+        changed["world"] = OTHER_WORLDS[case["world"]]
     start = rng.choice(["newest", "newest", "newest", "earlier", "true", "none"])
     if rng.random() < 0.2:
         return {
@@ -225,7 +232,7 @@ def make_valid(case: Case, rng: random.Random) -> None:
     if case.get("stream") and case.get("max_steps", 4) < 0:
         case["max_steps"] = 5
         case.pop("num_train_epochs", None)
-    if case["world"].startswith("fsdp") and rng.random() < 0.7:
+    if case["world"].startswith("f") and rng.random() < 0.7:
         case.pop("save_only_model", None)
     if case.get("lora"):
         case.pop("groups", None)

@@ -48,7 +48,7 @@ def directory_of(path: Path, place: Path) -> Path:
 def attempt_contents(path: Path, place: Path) -> Any:
     try:
         return contents(path, place)
-    except Exception as error:
+    except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
         return f"unreadable: {type(error).__name__}: {error}"
 
 

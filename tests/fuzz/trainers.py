@@ -106,7 +106,8 @@ class StockTrainer(FuzzedTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         directory = output_dir or self.args.output_dir
-        if self.case.get("as_is") or not self.is_fsdp_enabled:
+        is_sharded = self.case["world"].startswith("fsdp")
+        if self.case.get("as_is") or not is_sharded:
             super().save_model(output_dir, _internal_call)
         elif _internal_call:
             os.makedirs(directory, exist_ok=True)
