@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.saving.runs import digests_in, names_in, steps_in
+from tests.saving.runs import contents_of, digests_in, names_in, steps_in
 
 
 def _state_of(status):
@@ -67,6 +67,7 @@ def test_after_a_power_cut_each_checkpoint_and_export_is_whole(run, tmp_path, wo
     assert not (tmp_path / "deleted-too-early").exists()
     assert [steps_in(tmp_path / "cuts" / name) for name in "01"] == [[2], [4]]
     export = tmp_path / "cuts" / str(len(left) - 1) / "end"
+    assert contents_of(export) == contents_of(tmp_path / "end")
     assert digests_in(export) == whole[0]["trained"]
     resumed = run(tmp_path / "cuts" / "0", world=world)
     assert resumed[0]["resumed"] == "checkpoint-2"
