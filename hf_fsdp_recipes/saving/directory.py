@@ -28,7 +28,7 @@ import xxhash
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.errors import CheckpointError, explained
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,8 @@ class OutputDirectory:
             CheckpointError: another run trains here, or it has left checkpoints here. Nothing was
                 changed.
         """
-        self._lock = lock(self.workspace / LOCK)
+        with explained(CheckpointError, f"{self.path} cannot be written"):
+            self._lock = lock(self.workspace / LOCK)
         if self._lock is None:
             raise CheckpointError(f"another run trains in {self.path}. End it first.")
         found = list_checkpoints(self.path)
