@@ -121,4 +121,5 @@ def write(action: str, checkpoint: Path, model: Any) -> None:
 def text_of(error: BaseException) -> str:
     """Return an error's text without what differs from run to run."""
     text = str(error).replace(os.getcwd(), "<cwd>")
+    text = re.sub(r"\bFSDP(?=[A-Z][a-z])", "", text)  # our sharded models keep their class's name
     return re.sub(r"0x[0-9a-f]+", "0x", text)[:400]
