@@ -13,7 +13,24 @@ from tests.recipes import small
 from tests.recipes.launching import run_recipe
 
 
-@pytest.mark.parametrize("recipe", shipped_files("recipe"), ids=lambda file: file.stem)
+# In small, each of them is like another recipe.
+SIMILAR = {
+    "llama2_70b_alpaca_full",
+    "llama2_70b_chat_full",
+    "llama2_7b_size_wrap",
+    "llama3_70b_qlora",
+    "llama3_8b_full",
+    "qwen3_8b_lora",
+}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(file, marks=[pytest.mark.slow] if file.stem in SIMILAR else [], id=file.stem)
+        for file in shipped_files("recipe")
+    ],
+)
 def test_recipe_trains_resumes_exactly_and_exports_in_small(recipe, tmp_path):
     from transformers import AutoModelForCausalLM
 

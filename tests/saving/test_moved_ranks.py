@@ -7,6 +7,8 @@ import pytest
 
 from tests.saving.runs import BEST, contents_of, steps_in
 
+SLOW = pytest.mark.slow
+
 
 def _rsync(source, target):
     if shutil.which("rsync") is None:
@@ -25,7 +27,12 @@ def _be_best_at_step_2(trainer):
 
 @pytest.mark.parametrize(
     ("world", "move"),
-    [("fsdp", shutil.move), ("fsdp", _rsync), ("ddp", shutil.copytree), ("one", _link)],
+    [
+        pytest.param("fsdp", shutil.move, marks=SLOW),
+        ("fsdp", _rsync),
+        pytest.param("ddp", shutil.copytree, marks=SLOW),
+        ("one", _link),
+    ],
 )
 def test_a_run_continues_where_its_directory_was_moved(run, tmp_path, world, move):
     options = {"world": world, "max_steps": 6, "prepare": _be_best_at_step_2, **BEST}

@@ -58,7 +58,7 @@ def _cut_power_at_each_final_name(trainer):
     sys.addaudithook(see)
 
 
-@pytest.mark.parametrize("world", ["fsdp", "ddp", "one"])
+@pytest.mark.parametrize("world", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow), "one"])
 def test_after_a_power_cut_each_checkpoint_and_export_is_whole(run, tmp_path, world):
     options = {"world": world, "save_total_limit": 1, "callback": {"export_dir": tmp_path / "end"}}
     whole = run(tmp_path / "run", prepare=_cut_power_at_each_final_name, **options)
