@@ -12,7 +12,6 @@ from tests.ranks.harness import read_losses, run_ranks
 from tests.recipes import small
 from tests.recipes.launching import run_recipe
 
-
 # In small, each of them is like another recipe.
 SIMILAR = {
     "llama2_70b_alpaca_full",
