@@ -82,7 +82,8 @@ def keeps_latest(context: Context, found: Difference) -> bool:
         if name.startswith(f"{directory}/checkpoint-")
     ]
     is_latest = bool(steps) and found.ours == f"{directory}/checkpoint-{max(steps)}"
-    return is_latest and facts["state.best_model_checkpoint"] is not None
+    is_set_late = "limit" in context.actions  # to 1, after the last save
+    return (is_latest or is_set_late) and facts["state.best_model_checkpoint"] is not None
 
 
 def sets_aside(context: Context, found: Difference) -> bool:
@@ -144,6 +145,8 @@ def judge(case: Case, stock: list[Step], ours: list[Step]) -> list[Difference]:
     """Return the differences of the first call that has any. Later ones only follow from it."""
     before: Files = {}
     for left, right in zip(stock, ours, strict=False):
+        if "hung" in str(left.value) and "hung" in str(right.value):
+            return []  # epochs without a step, for ever
         context = Context(case, left, right, before)
         differences = list(compare_steps(left, right))
         for found in differences:
