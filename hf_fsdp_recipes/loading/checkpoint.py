@@ -8,7 +8,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from types import EllipsisType
 from typing import Any, Literal
 
 import torch
@@ -209,7 +208,9 @@ class Checkpoint:
             held = [entry_of[name] for name in pair if name in entry_of]
             if held:
                 present.update(pair)
-            if len(held) == 2 and not torch.equal(*(self.read_rows(entry, ...) for entry in held)):
+            if len(held) == 2 and not torch.equal(
+                *(self.slice_of(entry.key)[...] for entry in held)
+            ):
                 raise LoadError(
                     f"{' and '.join(pair)} are tied, but differ in the checkpoint. "
                     f"Set tie_word_embeddings=False."
@@ -224,7 +225,7 @@ class Checkpoint:
         if entry.kind == "new":
             return {entry.name: self._new[entry.name]}
         if entry.kind == "stored":
-            return {entry.name: self.read_rows(entry, ...)}
+            return {entry.name: self.slice_of(entry.key)[...]}
         converter = deepcopy(self._converters[entry.tensors[entry.key]])
         for key, pattern in entry.tensors.items():
             read = partial(self.slice_of(key).__getitem__, ...)
@@ -239,13 +240,6 @@ class Checkpoint:
         return {
             name: value[0] if isinstance(value, list) else value for name, value in values.items()
         }
-
-    def read_rows(self, entry: Entry, rows: slice | EllipsisType) -> Tensor:
-        """Return the given rows (dim 0) of a weight that needs no conversion.
-
-        `...` stands for all rows.
-        """
-        return self.slice_of(entry.key)[rows]
 
 
 def some(names: list[str]) -> str:

@@ -233,7 +233,7 @@ def fill_directly(
                     start = rows_per_rank * mesh.get_local_rank(mesh.ndim - 1)
                     rows = slice(start, start + len(shard))
                 if shard.numel():
-                    shard.copy_(checkpoint.read_rows(entry, rows))
+                    shard.copy_(checkpoint.slice_of(entry.key)[rows])
 
 
 @torch.no_grad()
