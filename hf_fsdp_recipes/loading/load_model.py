@@ -29,7 +29,6 @@ from hf_fsdp_recipes.loading.placeholder import insert_placeholders
 from hf_fsdp_recipes.upstream import patches
 from hf_fsdp_recipes.upstream.transformers_internals import (
     AutoHfQuantizer,
-    AutoQuantizationConfig,
     get_builder,
     keep_present_units,
     no_init_weights,
@@ -197,8 +196,7 @@ def take_quantizer(config: PreTrainedConfig) -> HfQuantizer | None:
             f"the checkpoint is already quantized with {method}. Load the unquantized model."
         )
     del config.quantization_config
-    dequantizing = AutoQuantizationConfig.from_dict(settings | {"dequantize": True})
-    return AutoHfQuantizer.from_config(dequantizing, pre_quantized=True)
+    return AutoHfQuantizer.from_config(settings | {"dequantize": True}, pre_quantized=True)
 
 
 def find_class(config: PreTrainedConfig) -> Any:
