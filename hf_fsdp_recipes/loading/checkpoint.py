@@ -75,8 +75,6 @@ class Checkpoint:
     def __init__(self, directory: Path, quantizer: HfQuantizer | None = None) -> None:
         self.directory = directory
         self.quantizer = quantizer
-        # Those of the model that was matched last, by their patterns.
-        self._converters: dict[str | None, WeightConverter] = {}
         self._new: Weights = {}  # values of a new head's weights, on rank 0 only
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Checkpoint":
@@ -126,8 +124,7 @@ class Checkpoint:
         missing = [name for name in weights if name not in present]
         new = []
         if type(model).__name__ not in (model.config.architectures or ()):
-            body = f"{model.base_model_prefix}."
-            new = [name for name in missing if not name.startswith(body)]
+            new = [name for name in missing if not name.startswith(f"{model.base_model_prefix}.")]
         problems = [f"{name} is missing" for name in missing if name not in new]
         for entry in entries:
             if entry.kind == "stored":
@@ -155,15 +152,19 @@ class Checkpoint:
 
         Weights that transformers converts are left out.
         """
-        entries = self._match_tensors(model, model.state_dict())
-        return {entry.name: entry.key for entry in entries if entry.kind == "stored"}
+        return {
+            entry.name: entry.key
+            for entry in self._match_tensors(model, model.state_dict())
+            if entry.kind == "stored"
+        }
 
     def _match_tensors(self, model: PreTrainedModel, weights: Weights) -> list[Entry]:
         """Return the entries for the weights that the checkpoint has."""
+        # `read` uses the converters of the model that was matched last, by their patterns.
         self._transforms = get_model_conversion_mapping(model, None, self.quantizer)
         renamings = [one for one in self._transforms if isinstance(one, WeightRenaming)]
         converters = [one for one in self._transforms if isinstance(one, WeightConverter)]
-        self._converters = {
+        self._converters: dict[str | None, WeightConverter] = {
             pattern: converter for converter in converters for pattern in converter.source_patterns
         }
         prefix = model.base_model_prefix
@@ -191,8 +192,7 @@ class Checkpoint:
         pattern = next(iter(tensors.values()))
         if pattern is None:
             key = list(tensors)[-1]
-            dtype = DTYPES.get(self.slice_of(key).get_dtype())
-            return Entry("stored", (name,), {key: None}, dtype)
+            return Entry("stored", (name,), {key: None}, DTYPES.get(self.slice_of(key).get_dtype()))
         targets = self._converters[pattern].target_patterns
         names = tuple(name.replace(targets[0], target) for target in targets)
         return Entry("converted", names, tensors)
