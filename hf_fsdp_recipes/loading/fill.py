@@ -210,7 +210,9 @@ def fill_from_rank0(reader: Reader, entries: Sequence[Entry]) -> None:
                     in_flight.popleft()()
     for finish in in_flight:
         finish()
-    distributed.raise_agreed(reader.error)
+    with distributed.agreed():
+        if reader.error is not None:
+            raise reader.error
     for layer in reader.layers.values():
         layer.broadcast_scales(device)
 
