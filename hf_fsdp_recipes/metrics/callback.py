@@ -199,8 +199,9 @@ class MetricsCallback(TrainerCallback):
             entry["tokens_per_second"] = tokens / seconds
             entry["tokens_per_second_per_device"] = tokens / seconds / len(ranks)
         if self._peak_flops:
-            peak_flops = self._peak_flops * seconds * len(ranks)
-            entry["mfu"] = self._flops.training(tokens, pairs) / peak_flops
+            entry["mfu"] = self._flops.training(tokens, pairs) / (
+                self._peak_flops * seconds * len(ranks)
+            )
         if state.global_step <= self._warm_at_step:
             entry["is_warmup"] = True
         self._begin_interval(state)

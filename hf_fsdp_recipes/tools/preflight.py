@@ -71,7 +71,6 @@ def preflight(
     launch = read_launch(template, context.args)
     if config and not output_dir:
         output_dir = read_settings(find_file("recipe", config)).get("output_dir")
-    directory = Path(output_dir) if output_dir else None
     facts = {
         "num_machines": launch.num_machines,
         "num_processes": launch.num_processes,
@@ -91,7 +90,7 @@ def preflight(
         node,
         launch.main_process_ip or "127.0.0.1",
         launch.main_process_port or 29500,
-        directory,
+        Path(output_dir) if output_dir else None,
         timeout,
     )
     if node.machine_rank == 0:
