@@ -63,7 +63,7 @@ def export_model(
         ExportError: on every rank. The model cannot be exported, and no files are left behind.
     """
     parsed_dtype = parse_dtype(dtype)
-    unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
     if isinstance(unwrapped, PeftModel):
         held = sources.from_model(unwrapped)
         if not merge_adapter:
