@@ -35,14 +35,14 @@ def rank() -> int:
     """Return the global rank, or the launcher's value until the process group is initialized."""
     if is_distributed():
         return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    return int(os.getenv("RANK", "0"))
 
 
 def world_size() -> int:
     """Return the number of ranks. `rank` says where it comes from."""
     if is_distributed():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.getenv("WORLD_SIZE", "1"))
 
 
 def is_main() -> bool:

@@ -94,7 +94,7 @@ def _write_files(
     num_writers = 1
     if distributed.is_distributed():
         # Only the ranks on rank 0's node write: the other nodes may not share this node's disk.
-        num_writers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_writers = int(os.getenv("LOCAL_WORLD_SIZE", "1"))
     file_writer = FileWriter(target)
     rank_of = {}  # {name of a tensor: the rank that writes it}
     for number, (file, names) in enumerate(files.items()):

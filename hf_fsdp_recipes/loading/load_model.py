@@ -126,7 +126,7 @@ def prepare_model(
 
 def check_fsdp_version() -> None:
     """Raise a LoadError if the launcher asks for FSDP1, which is Accelerate's default."""
-    if os.environ.get("FSDP_VERSION", "1") != "2":
+    if os.getenv("FSDP_VERSION", "1") != "2":
         raise LoadError(
             "the Accelerate config asks for FSDP1, Accelerate's default. Set fsdp_version: 2 in "
             "its fsdp_config, or convert the file with `accelerate to-fsdp2`."

@@ -254,7 +254,7 @@ def _describe_run(
     get_device_name = getattr(
         torch.get_device_module(args.device), "get_device_name", lambda: args.device.type
     )
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    per_node = int(os.getenv("LOCAL_WORLD_SIZE", "1"))
     length = f"{args.max_steps}steps" if args.max_steps > 0 else f"{args.num_train_epochs:g}"
     return {
         # The format is from AMD's article on FSDP with ROCm:

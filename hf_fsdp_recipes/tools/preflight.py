@@ -25,7 +25,7 @@ ANSWER_SECONDS = 10.0  # limit for the greeting, which another preflight answers
 # Enough for NFS, where listing a directory refreshes the client's cache of it.
 VISIBLE_SECONDS = 5.0
 # Node 0 sends it first, so that another program, or another job's preflight, is told apart.
-GREETING = f"preflight {os.environ.get('SLURM_JOB_ID')}"
+GREETING = f"preflight {os.getenv('SLURM_JOB_ID')}"
 OWN_RANK = (
     "Give each node its own --machine_rank; in an srun command, $SLURM_NODEID needs single quotes "
     "around it."
