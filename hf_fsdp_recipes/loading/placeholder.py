@@ -80,10 +80,11 @@ def shared_nan(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def is_placeholder(parameter: Tensor) -> bool:
     """Return whether a parameter is a placeholder.
 
-    Its class may also be that of bitsandbytes' packed weights.
+    Its class may also be that of bitsandbytes' packed weights. All elements are one then.
     """
-    shares_one_element = parameter.numel() > 1 and not any(parameter.stride())
-    return isinstance(parameter, Placeholder) or shares_one_element
+    return isinstance(parameter, Placeholder) or (
+        parameter.numel() > 1 and not any(parameter.stride())
+    )
 
 
 def insert_placeholders(model: Module) -> None:
