@@ -213,8 +213,9 @@ def _plan_full(
         raise ExportError(
             f"the weights do not fit the config of {type(shell).__name__}: {wrong[:3]}."
         )
-    steps = [copy_step(name, name, held[name], dtype) for name in kept]
-    return plan_in_file_format(shell, steps, held)
+    return plan_in_file_format(
+        shell, [copy_step(name, name, held[name], dtype) for name in kept], held
+    )
 
 
 def _plan_merged(

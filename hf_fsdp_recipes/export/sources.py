@@ -167,11 +167,9 @@ def from_files(checkpoint: Checkpoint) -> Sources:
 
     def source(key: str) -> Source:
         stored = checkpoint.slice_of(key)
-        meta = torch.empty(
-            stored.get_shape(),
-            dtype=DTYPES[stored.get_dtype()],
-            device="meta",
+        return Source(
+            torch.empty(stored.get_shape(), dtype=DTYPES[stored.get_dtype()], device="meta"),
+            lambda rank: stored[...],  # mapped from the file
         )
-        return Source(meta, lambda rank: stored[...])  # mapped from the file
 
     return {key: source(key) for key in checkpoint.file_of}
