@@ -30,12 +30,8 @@ app = Typer(
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
 )
 app.command(context_settings=PASS_ON)(sft)
-recipes_app = make_app("recipe")
-recipes_app.command()(copy)
-app.add_typer(recipes_app, name="recipes")
-config_app = make_app("template")
-config_app.command()(check)
-app.add_typer(config_app, name="config")
+app.add_typer(make_app("recipe", copy), name="recipes")
+app.add_typer(make_app("template", check), name="config")
 for command_with_fields in (plan, preflight, rehearse, sweep):
     app.command(context_settings=PASS_ON)(command_with_fields)
 

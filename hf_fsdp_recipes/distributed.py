@@ -35,14 +35,14 @@ def rank() -> int:
     """Return the global rank, or the launcher's value until the process group is initialized."""
     if is_distributed():
         return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    return int(os.getenv("RANK", "0"))
 
 
 def world_size() -> int:
     """Return the number of ranks. `rank` says where it comes from."""
     if is_distributed():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.getenv("WORLD_SIZE", "1"))
 
 
 def is_main() -> bool:
@@ -112,34 +112,22 @@ def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         RecipeError: the failed rank's error. For another class of error, the message names that
             class and the rank (unless 0).
     """
-    own: Exception | None = None
+    if not is_distributed():
+        yield
+        return
+    own = None
+    report = None
     try:
         yield
     except Exception as error:
         own = error
-    raise_agreed(own, group)
-
-
-def raise_agreed(own: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise the first failed rank's error on every rank, as `agreed` does. Collective.
-
-    `own` is this rank's error or None.
-    """
-    if not is_distributed():
-        if own is not None:
-            raise own
-        return
-    report = None
-    if own is not None:
-        kind = type(own) if isinstance(own, RecipeError) else RecipeError
-        message = describe(own)
+        kind = type(error) if isinstance(error, RecipeError) else RecipeError
+        message = describe(error)
         if kind is RecipeError and not is_main():
             message = f"rank {rank()}: {message}"
         report = (kind, message)
-    for found in gather(report, group):
-        if found is not None:
-            kind, message = found
-            raise kind(message) from own
+    for kind, message in filter(None, gather(report, group)):
+        raise kind(message) from own
 
 
 def run_on_main(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

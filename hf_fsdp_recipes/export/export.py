@@ -63,7 +63,7 @@ def export_model(
         ExportError: on every rank. The model cannot be exported, and no files are left behind.
     """
     parsed_dtype = parse_dtype(dtype)
-    unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
     if isinstance(unwrapped, PeftModel):
         held = sources.from_model(unwrapped)
         if not merge_adapter:
@@ -119,10 +119,11 @@ def export_checkpoint(
         plan = _plan_full(shell, shell, held, parsed_dtype)
     else:
         adapted_shell = shells.adapt(shell, config, "default")
-        adapted = adapted_shell.adapted
-        held = _rename_adapter(held, adapted, checkpoint, base)
+        held = _rename_adapter(held, adapted_shell.adapted, checkpoint, base)
         if not merge_adapter:
-            return output.write_adapter(adapted, held, output_dir, parsed_dtype, tokenizer)
+            return output.write_adapter(
+                adapted_shell.adapted, held, output_dir, parsed_dtype, tokenizer
+            )
         plan = merge.plan_merge_into_files(adapted_shell, held, base, parsed_dtype)
     return output.write_weights(plan, output_dir, max_shard_size, tokenizer)
 
@@ -212,8 +213,9 @@ def _plan_full(
         raise ExportError(
             f"the weights do not fit the config of {type(shell).__name__}: {wrong[:3]}."
         )
-    steps = [copy_step(name, name, held[name], dtype) for name in kept]
-    return plan_in_file_format(shell, steps, held)
+    return plan_in_file_format(
+        shell, [copy_step(name, name, held[name], dtype) for name in kept], held
+    )
 
 
 def _plan_merged(
@@ -223,8 +225,9 @@ def _plan_merged(
 ) -> Plan:
     """Return a plan that merges the active adapter into the base model."""
     base: Any = model.get_base_model()
-    shell = shells.copy_on_meta(base)
-    adapted_shell = shells.adapt(shell, model.active_peft_config, model.active_adapter)
+    adapted_shell = shells.adapt(
+        shells.copy_on_meta(base), model.active_peft_config, model.active_adapter
+    )
     if getattr(base, "quantization_method", None) is None:
         return merge.plan_merge(adapted_shell, held, dtype)
     return merge.plan_merge_into_files(adapted_shell, held, base.config.name_or_path, dtype)

@@ -156,8 +156,11 @@ def _merge_step(
             state[key.removeprefix(prefix)] = value.to(device, merge_dtype)
         return merge(state)
 
-    outputs = {name: on_meta(value, dtype) for name, value in merge(metas).items()}
-    return Step([prefix + name for name in metas], outputs, merge_in_float32)
+    return Step(
+        [prefix + name for name in metas],
+        {name: on_meta(value, dtype) for name, value in merge(metas).items()},
+        merge_in_float32,
+    )
 
 
 def _merge(layer: Any, state: Tensors) -> Tensors:

@@ -17,7 +17,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.export import directory, shells
 from hf_fsdp_recipes.export.files import FileWriter, OptionalDtype, PathLike, check_finite
 from hf_fsdp_recipes.export.sources import Sources, on_meta
-from hf_fsdp_recipes.export.steps import Plan, Step
+from hf_fsdp_recipes.export.steps import Plan
 from hf_fsdp_recipes.upstream.torch_internals import StorageWeakRef
 
 
@@ -94,7 +94,7 @@ def _write_files(
     num_writers = 1
     if distributed.is_distributed():
         # Only the ranks on rank 0's node write: the other nodes may not share this node's disk.
-        num_writers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_writers = int(os.getenv("LOCAL_WORLD_SIZE", "1"))
     file_writer = FileWriter(target)
     rank_of = {}  # {name of a tensor: the rank that writes it}
     for number, (file, names) in enumerate(files.items()):
@@ -102,8 +102,13 @@ def _write_files(
         rank_of.update(dict.fromkeys(names, rank))
         if rank == own_rank:
             file_writer.begin(file, {name: plan.outputs[name] for name in names})
+    turns_of = defaultdict(list)
+    for step in plan.steps:
+        for rank in {rank_of[name] for name in step.outputs}:
+            turns_of[rank].append((rank, step))
+    # The ranks take turns, so that all of them write in parallel.
     for rank, step in logging.tqdm(
-        _in_turns(plan.steps, rank_of),
+        [turn for turns in zip_longest(*turns_of.values()) for turn in turns if turn],
         desc="Exporting weights",
         disable=not distributed.is_main(),
     ):
@@ -117,18 +122,3 @@ def _write_files(
         del tensors  # not needed while the next step is gathered
     with distributed.agreed():
         file_writer.close()
-
-
-def _in_turns(
-    steps: list[Step],
-    rank_of: Mapping[str, int],
-) -> list[tuple[int, Step]]:
-    """Return which rank writes which step, in turns, so that all ranks write in parallel.
-
-    `rank_of` maps outputs to ranks.
-    """
-    turns_of = defaultdict(list)
-    for step in steps:
-        for rank in {rank_of[name] for name in step.outputs}:
-            turns_of[rank].append((rank, step))
-    return [turn for turns in zip_longest(*turns_of.values()) for turn in turns if turn]

@@ -91,28 +91,14 @@ def _gather(
     ranks = dist.get_process_group_ranks(mesh.get_group(-1))  # with HSDP, those of this replica
     if writer not in ranks:
         return None
-    rows = value.to_local().to(device_type).contiguous()
-    return _join(value, rows, ranks, writer)
-
-
-def _join(
-    value: DTensor,
-    rows: Tensor,
-    ranks: list[int],
-    writer: int,
-) -> Tensor | None:
-    """Send the rows (dim 0) of `ranks` to the one that is `writer`, which returns all of them.
-
-    `rows` are those of this rank. Other ranks than `writer` get None.
-    """
-    own = dist.get_rank()
+    rows = value.to_local().to(device_type).contiguous()  # dim 0
     full = None
     requests = []
-    if own == writer:
+    if dist.get_rank() == writer:
         full = rows.new_empty(value.shape)
         # The last ranks may have no part.
         for rank, part in zip(ranks, full.chunk(len(ranks)), strict=False):
-            if rank == own:
+            if rank == writer:
                 part.copy_(rows)
             else:
                 requests.append(dist.P2POp(dist.irecv, part, rank))
@@ -181,11 +167,9 @@ def from_files(checkpoint: Checkpoint) -> Sources:
 
     def source(key: str) -> Source:
         stored = checkpoint.slice_of(key)
-        meta = torch.empty(
-            stored.get_shape(),
-            dtype=DTYPES[stored.get_dtype()],
-            device="meta",
+        return Source(
+            torch.empty(stored.get_shape(), dtype=DTYPES[stored.get_dtype()], device="meta"),
+            lambda rank: stored[...],  # mapped from the file
         )
-        return Source(meta, lambda rank: stored[...])  # mapped from the file
 
     return {key: source(key) for key in checkpoint.file_of}

@@ -84,7 +84,7 @@ def replace_linears(
             "only 4-bit bitsandbytes weights can be sharded. "
             "Use BitsAndBytesConfig(load_in_4bit=True)."
         )
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    precision = os.getenv("ACCELERATE_MIXED_PRECISION")
     if is_initialized():
         precision = AcceleratorState().mixed_precision
     config = deepcopy(config)

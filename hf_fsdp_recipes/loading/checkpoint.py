@@ -8,7 +8,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from types import EllipsisType
 from typing import Any, Literal
 
 import torch
@@ -76,8 +75,6 @@ class Checkpoint:
     def __init__(self, directory: Path, quantizer: HfQuantizer | None = None) -> None:
         self.directory = directory
         self.quantizer = quantizer
-        # Those of the model that was matched last, by their patterns.
-        self._converters: dict[str | None, WeightConverter] = {}
         self._new: Weights = {}  # values of a new head's weights, on rank 0 only
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Checkpoint":
@@ -127,8 +124,7 @@ class Checkpoint:
         missing = [name for name in weights if name not in present]
         new = []
         if type(model).__name__ not in (model.config.architectures or ()):
-            body = f"{model.base_model_prefix}."
-            new = [name for name in missing if not name.startswith(body)]
+            new = [name for name in missing if not name.startswith(f"{model.base_model_prefix}.")]
         problems = [f"{name} is missing" for name in missing if name not in new]
         for entry in entries:
             if entry.kind == "stored":
@@ -156,15 +152,19 @@ class Checkpoint:
 
         Weights that transformers converts are left out.
         """
-        entries = self._match_tensors(model, model.state_dict())
-        return {entry.name: entry.key for entry in entries if entry.kind == "stored"}
+        return {
+            entry.name: entry.key
+            for entry in self._match_tensors(model, model.state_dict())
+            if entry.kind == "stored"
+        }
 
     def _match_tensors(self, model: PreTrainedModel, weights: Weights) -> list[Entry]:
         """Return the entries for the weights that the checkpoint has."""
+        # `read` uses the converters of the model that was matched last, by their patterns.
         self._transforms = get_model_conversion_mapping(model, None, self.quantizer)
         renamings = [one for one in self._transforms if isinstance(one, WeightRenaming)]
         converters = [one for one in self._transforms if isinstance(one, WeightConverter)]
-        self._converters = {
+        self._converters: dict[str | None, WeightConverter] = {
             pattern: converter for converter in converters for pattern in converter.source_patterns
         }
         prefix = model.base_model_prefix
@@ -192,8 +192,7 @@ class Checkpoint:
         pattern = next(iter(tensors.values()))
         if pattern is None:
             key = list(tensors)[-1]
-            dtype = DTYPES.get(self.slice_of(key).get_dtype())
-            return Entry("stored", (name,), {key: None}, dtype)
+            return Entry("stored", (name,), {key: None}, DTYPES.get(self.slice_of(key).get_dtype()))
         targets = self._converters[pattern].target_patterns
         names = tuple(name.replace(targets[0], target) for target in targets)
         return Entry("converted", names, tensors)
@@ -209,7 +208,9 @@ class Checkpoint:
             held = [entry_of[name] for name in pair if name in entry_of]
             if held:
                 present.update(pair)
-            if len(held) == 2 and not torch.equal(*(self.read_rows(entry, ...) for entry in held)):
+            if len(held) == 2 and not torch.equal(
+                *(self.slice_of(entry.key)[...] for entry in held)
+            ):
                 raise LoadError(
                     f"{' and '.join(pair)} are tied, but differ in the checkpoint. "
                     f"Set tie_word_embeddings=False."
@@ -224,7 +225,7 @@ class Checkpoint:
         if entry.kind == "new":
             return {entry.name: self._new[entry.name]}
         if entry.kind == "stored":
-            return {entry.name: self.read_rows(entry, ...)}
+            return {entry.name: self.slice_of(entry.key)[...]}
         converter = deepcopy(self._converters[entry.tensors[entry.key]])
         for key, pattern in entry.tensors.items():
             read = partial(self.slice_of(key).__getitem__, ...)
@@ -239,13 +240,6 @@ class Checkpoint:
         return {
             name: value[0] if isinstance(value, list) else value for name, value in values.items()
         }
-
-    def read_rows(self, entry: Entry, rows: slice | EllipsisType) -> Tensor:
-        """Return the given rows (dim 0) of a weight that needs no conversion.
-
-        `...` stands for all rows.
-        """
-        return self.slice_of(entry.key)[rows]
 
 
 def some(names: list[str]) -> str:

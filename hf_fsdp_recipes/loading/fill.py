@@ -210,7 +210,9 @@ def fill_from_rank0(reader: Reader, entries: Sequence[Entry]) -> None:
                     in_flight.popleft()()
     for finish in in_flight:
         finish()
-    distributed.raise_agreed(reader.error)
+    with distributed.agreed():
+        if reader.error is not None:
+            raise reader.error
     for layer in reader.layers.values():
         layer.broadcast_scales(device)
 
@@ -233,7 +235,7 @@ def fill_directly(
                     start = rows_per_rank * mesh.get_local_rank(mesh.ndim - 1)
                     rows = slice(start, start + len(shard))
                 if shard.numel():
-                    shard.copy_(checkpoint.read_rows(entry, rows))
+                    shard.copy_(checkpoint.slice_of(entry.key)[rows])
 
 
 @torch.no_grad()

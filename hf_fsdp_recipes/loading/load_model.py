@@ -29,7 +29,6 @@ from hf_fsdp_recipes.loading.placeholder import insert_placeholders
 from hf_fsdp_recipes.upstream import patches
 from hf_fsdp_recipes.upstream.transformers_internals import (
     AutoHfQuantizer,
-    AutoQuantizationConfig,
     get_builder,
     keep_present_units,
     no_init_weights,
@@ -127,7 +126,7 @@ def prepare_model(
 
 def check_fsdp_version() -> None:
     """Raise a LoadError if the launcher asks for FSDP1, which is Accelerate's default."""
-    if os.environ.get("FSDP_VERSION", "1") != "2":
+    if os.getenv("FSDP_VERSION", "1") != "2":
         raise LoadError(
             "the Accelerate config asks for FSDP1, Accelerate's default. Set fsdp_version: 2 in "
             "its fsdp_config, or convert the file with `accelerate to-fsdp2`."
@@ -197,8 +196,7 @@ def take_quantizer(config: PreTrainedConfig) -> HfQuantizer | None:
             f"the checkpoint is already quantized with {method}. Load the unquantized model."
         )
     del config.quantization_config
-    dequantizing = AutoQuantizationConfig.from_dict(settings | {"dequantize": True})
-    return AutoHfQuantizer.from_config(dequantizing, pre_quantized=True)
+    return AutoHfQuantizer.from_config(settings | {"dequantize": True}, pre_quantized=True)
 
 
 def find_class(config: PreTrainedConfig) -> Any:

@@ -80,10 +80,11 @@ def shared_nan(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def is_placeholder(parameter: Tensor) -> bool:
     """Return whether a parameter is a placeholder.
 
-    Its class may also be that of bitsandbytes' packed weights.
+    Its class may also be that of bitsandbytes' packed weights. All elements are one then.
     """
-    shares_one_element = parameter.numel() > 1 and not any(parameter.stride())
-    return isinstance(parameter, Placeholder) or shares_one_element
+    return isinstance(parameter, Placeholder) or (
+        parameter.numel() > 1 and not any(parameter.stride())
+    )
 
 
 def insert_placeholders(model: Module) -> None:
@@ -104,8 +105,8 @@ def move_to_meta(model: Module) -> None:
     """
     for parameter in model.parameters():
         if is_placeholder(parameter):
-            meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             cls = Parameter if isinstance(parameter, Placeholder) else type(parameter)
+            meta = torch.empty_like(parameter, device="meta")
             new = make_parameter(cls, meta, parameter.requires_grad)
             new.__dict__.update(parameter.__dict__)
             swap_tensors(parameter, new)

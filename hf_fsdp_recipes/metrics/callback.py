@@ -199,8 +199,9 @@ class MetricsCallback(TrainerCallback):
             entry["tokens_per_second"] = tokens / seconds
             entry["tokens_per_second_per_device"] = tokens / seconds / len(ranks)
         if self._peak_flops:
-            peak_flops = self._peak_flops * seconds * len(ranks)
-            entry["mfu"] = self._flops.training(tokens, pairs) / peak_flops
+            entry["mfu"] = self._flops.training(tokens, pairs) / (
+                self._peak_flops * seconds * len(ranks)
+            )
         if state.global_step <= self._warm_at_step:
             entry["is_warmup"] = True
         self._begin_interval(state)
@@ -253,7 +254,7 @@ def _describe_run(
     get_device_name = getattr(
         torch.get_device_module(args.device), "get_device_name", lambda: args.device.type
     )
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    per_node = int(os.getenv("LOCAL_WORLD_SIZE", "1"))
     length = f"{args.max_steps}steps" if args.max_steps > 0 else f"{args.num_train_epochs:g}"
     return {
         # The format is from AMD's article on FSDP with ROCm:

@@ -6,6 +6,7 @@ A checkout has folders for them, a wheel has package data.
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal, Optional
@@ -66,16 +67,18 @@ def find_file(kind: Kind, name: str) -> Path:
     raise ToolError(f"{name} is neither a file nor a shipped {kind}, such as {', '.join(close)}.")
 
 
-def make_app(kind: Kind) -> Typer:
-    """Return an app with the commands `list`, `show` and `path` for one kind of files."""
+def make_app(kind: Kind, command: Callable) -> Typer:
+    """Return an app with the commands `list`, `show` and `path` for one kind of files.
+
+    It also has the given command.
+    """
     app = Typer(help=f"Commands for the shipped {kind}s.", no_args_is_help=True)
 
     @app.command("list")
     def list_files() -> None:
         """List the names, each with the first line of its file."""
         for file in shipped_files(kind):
-            first_line = file.read_text().splitlines()[0]
-            print(f"{file.stem:<24} {first_line.removeprefix('# ')}")
+            print(f"{file.stem:<24} {file.read_text().splitlines()[0].removeprefix('# ')}")
 
     @app.command()
     def show(name: Name) -> None:
@@ -87,6 +90,7 @@ def make_app(kind: Kind) -> Typer:
         """Print a file's path, for example for `accelerate launch --config_file`."""
         print(find_file(kind, name))
 
+    app.command()(command)
     return app
 
 

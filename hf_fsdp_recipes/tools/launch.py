@@ -97,8 +97,7 @@ def read_launch(template: Path, arguments: Sequence[str]) -> Namespace:
 
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it logs notes about launching
     with explained(ToolError, REFUSED.format(template)):
-        launch, _, _ = validate_launch_command(parse_launch(template, arguments))
-    return launch
+        return validate_launch_command(parse_launch(template, arguments))[0]
 
 
 def parse_launch(template: Path, arguments: Sequence[str]) -> Namespace:

@@ -25,7 +25,7 @@ ANSWER_SECONDS = 10.0  # limit for the greeting, which another preflight answers
 # Enough for NFS, where listing a directory refreshes the client's cache of it.
 VISIBLE_SECONDS = 5.0
 # Node 0 sends it first, so that another program, or another job's preflight, is told apart.
-GREETING = f"preflight {os.environ.get('SLURM_JOB_ID')}"
+GREETING = f"preflight {os.getenv('SLURM_JOB_ID')}"
 OWN_RANK = (
     "Give each node its own --machine_rank; in an srun command, $SLURM_NODEID needs single quotes "
     "around it."
@@ -71,7 +71,6 @@ def preflight(
     launch = read_launch(template, context.args)
     if config and not output_dir:
         output_dir = read_settings(find_file("recipe", config)).get("output_dir")
-    directory = Path(output_dir) if output_dir else None
     facts = {
         "num_machines": launch.num_machines,
         "num_processes": launch.num_processes,
@@ -91,7 +90,7 @@ def preflight(
         node,
         launch.main_process_ip or "127.0.0.1",
         launch.main_process_port or 29500,
-        directory,
+        Path(output_dir) if output_dir else None,
         timeout,
     )
     if node.machine_rank == 0:

@@ -175,16 +175,16 @@ def find_errors(directory: Path) -> dict[str, float]:
     import torch
     from safetensors.torch import load_file
 
-    runs = [
+    before, after, on_ranks = (
         load_file(next(directory.glob(f"{run}/*.safetensors")))
         for run in ("one/checkpoint-1", "one/export", "ranks/export")
-    ]
+    )
     errors = {}
-    for name, start in runs[0].items():
-        expected = runs[1][name]
+    for name, start in before.items():
+        expected = after[name]
         rounding = 4000 * torch.finfo(start.dtype).eps * start.norm()
         change = (expected - start).norm() + rounding + 1e-3
-        error = (runs[2][name] - expected).norm() / change
+        error = (on_ranks[name] - expected).norm() / change
         errors[name] = float(error.nan_to_num(torch.inf))
     return errors
 

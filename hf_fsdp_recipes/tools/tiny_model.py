@@ -34,9 +34,12 @@ def shrink(config: Any, num_tokens: int) -> Any:
     tiny = copy.deepcopy(config)
     fields = vars(tiny)
     depth = fields.get("num_hidden_layers")
-    sizes = SIZES | {"vocab_size": num_tokens, "vocab_size_per_layer_input": num_tokens}
     is_grouped = fields.get("num_key_value_heads") != fields.get("num_attention_heads")
-    sizes["num_key_value_heads"] = 2 if is_grouped else 4
+    sizes = SIZES | {
+        "vocab_size": num_tokens,
+        "vocab_size_per_layer_input": num_tokens,
+        "num_key_value_heads": 2 if is_grouped else 4,
+    }
     for name, value in list(fields.items()):
         small = value
         if hasattr(value, "sub_configs"):

@@ -92,8 +92,10 @@ class ModelCheck(TrainerCallback):
             self._check_loss(model)
 
     def _collate(self, *rows: list[int]) -> dict[str, Any]:
-        batch = self._trainer.data_collator([{"input_ids": row, "labels": row} for row in rows])
-        return send_to_device(batch, self._trainer.args.device)
+        return send_to_device(
+            self._trainer.data_collator([{"input_ids": row, "labels": row} for row in rows]),
+            self._trainer.args.device,
+        )
 
     def _check_packing(self, model: PreTrainedModel) -> None:
         """Pack the same row first behind one row and then behind another. Compare its outputs.

@@ -130,7 +130,7 @@ def _build_parser() -> "TrlParser":
         allow_abbrev=False,
     )
     # Set by the launcher. TRL would take bf16.
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    precision = os.getenv("ACCELERATE_MIXED_PRECISION")
     parser.set_defaults(
         bf16=precision == "bf16",
         fp16=precision == "fp16",

@@ -101,8 +101,8 @@ def _check_training(training: "SFTConfig") -> Iterator[str]:
 
 
 def _check_launch(training: "SFTConfig") -> Iterator[str]:
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    state_type = os.environ.get("FSDP_STATE_DICT_TYPE")
+    launched = int(os.getenv("WORLD_SIZE", "1"))
+    state_type = os.getenv("FSDP_STATE_DICT_TYPE")
     optimizer = optimizer_name(training)
     optimizers = SHARDABLE + BITSANDBYTES
     if launched != training.world_size:
@@ -115,7 +115,7 @@ def _check_launch(training: "SFTConfig") -> Iterator[str]:
             f"fsdp_state_dict_type is {state_type}, which gathers the model on rank 0 in each save."
             " Set SHARDED_STATE_DICT."
         )
-    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" and not training.bf16:
+    if os.getenv("ACCELERATE_MIXED_PRECISION") == "bf16" and not training.bf16:
         yield (
             "the template sets mixed_precision: bf16, but the recipe bf16: false. Remove one of "
             "the two."

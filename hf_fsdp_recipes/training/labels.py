@@ -31,8 +31,9 @@ def check_labels(kind: str, given: Rows, prepared: Rows, args: SFTConfig) -> Non
         raise RecipeError(f"the {kind} rows teach nothing: {reason}")
     # Other strategies of packing split rows.
     if isinstance(given, Dataset) and number < len(given) and args.packing_strategy == "bfd":
-        lost = f"{len(given) - number} of {len(given)}"
-        distributed.print_main(f"note: {lost} {kind} rows teach nothing: {reason}")
+        distributed.print_main(
+            f"note: {len(given) - number} of {len(given)} {kind} rows teach nothing: {reason}"
+        )
 
 
 def num_taught(rows: Rows) -> int:

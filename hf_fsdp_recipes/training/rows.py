@@ -161,8 +161,10 @@ def to_alpaca(row: Row) -> Row:
     """Turn an instruction/input/output row into Alpaca's prompt and a completion."""
     context = row.get("input")
     template = ALPACA_WITH_INPUT if context else ALPACA
-    prompt = template.format(instruction=row["instruction"], input=context)
-    return {"prompt": prompt, "completion": row["output"]}
+    return {
+        "prompt": template.format(instruction=row["instruction"], input=context),
+        "completion": row["output"],
+    }
 
 
 def to_chat(row: Row) -> Row:

@@ -60,8 +60,7 @@ def sharded_optimizer(
     from transformers import Trainer
 
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
-    name = f"Sharded{optimizer_class.__name__}"
-    return type(name, (_LocalStep, optimizer_class), {}), kwargs
+    return type(f"Sharded{optimizer_class.__name__}", (_LocalStep, optimizer_class), {}), kwargs
 
 
 class _LocalStep:

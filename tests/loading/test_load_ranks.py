@@ -358,15 +358,15 @@ def test_a_checkpoint_that_does_not_fit_is_one_error(
 def _break_reading(model):
     from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 
-    read, calls = Checkpoint.read_rows, []
+    open_slice, calls = Checkpoint.slice_of, []
 
-    def read_rows(self, entry, rows):
-        calls.append(entry)
+    def slice_of(self, key):
+        calls.append(key)
         if len(calls) == 5 and os.environ["RANK"] == os.environ.get("BROKEN", "0"):
-            raise OSError(5, f"cannot read {entry.key}")
-        return read(self, entry, rows)
+            raise OSError(5, f"cannot read {key}")
+        return open_slice(self, key)
 
-    Checkpoint.read_rows = read_rows
+    Checkpoint.slice_of = slice_of
 
 
 def _break_on_rank_1(model):

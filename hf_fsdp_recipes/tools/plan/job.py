@@ -70,8 +70,9 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
             is not for FSDP2.
     """
     config = ["--config", str(find_file("recipe", recipe))] if recipe else []
-    arguments = ["--main_process_port=0", *config, *options]
-    launch = read_launch(find_file("template", template), arguments)
+    launch = read_launch(
+        find_file("template", template), ["--main_process_port=0", *config, *options]
+    )
     environment = prepare_multi_gpu_env(launch)
     if environment.get("FSDP_VERSION") != "2":
         raise ToolError(

@@ -161,7 +161,11 @@ def _shard(model: Any, mesh: DeviceMesh, job: Job) -> Any:
 
 
 def _run(model: Any, job: Job) -> dict[str, float]:
-    """Run the forward and backward passes of a step. Return the bytes of each kind at the peak."""
+    """Run the forward and backward passes of a step. Return the bytes of each kind at the peak.
+
+    The peak is that of any step after the first. It includes the optimizer's state and what
+    `optimizer.step()` needs.
+    """
     training = job.arguments.training
     tracker = StepTracker()
     tracker.track_external(*model.buffers())
@@ -187,7 +191,17 @@ def _run(model: Any, job: Job) -> dict[str, float]:
                 # Like Trainer, keep no outputs.
                 loss = -model(**inputs, use_cache=False, fused_lm_head=True).log_probs.sum()
             loss.backward()
-    return _add_optimizer(model, tracker, job)
+    optimizer = optimizer_name(training)
+    trained = [] if job.is_offloaded else _trained_parameters(model)
+    size = sum(parameter.to_local().nbytes for parameter in trained)
+    num_states = next((number for part, number in NUM_STATES.items() if part in optimizer), 2)
+    resident = {"optimizer state": num_states * size}
+    in_passes = tracker.sizes("peak") | resident
+    in_update = tracker.sizes("current") | resident
+    if optimizer == "adamw_torch" and not job.on_cpu:
+        # Its multi-tensor step computes the new values of all parameters at once.
+        in_update["optimizer's new values"] = size
+    return max(in_passes, in_update, key=lambda sizes: sum(sizes.values()))
 
 
 def _move_gradient_to_host(parameter: Tensor) -> None:
@@ -207,21 +221,3 @@ class StepTracker(MemTracker):
         """Return the bytes of each kind, now ("current") or at the peak."""
         [snapshot] = self.get_tracker_snapshot(when).values()
         return {name: sum(snapshot[kind] for kind in kinds) for name, kinds in KINDS.items()}
-
-
-def _add_optimizer(model: Any, tracker: StepTracker, job: Job) -> dict[str, float]:
-    """Return the peak of any step after the first.
-
-    It includes the optimizer's state and what `optimizer.step()` needs.
-    """
-    optimizer = optimizer_name(job.arguments.training)
-    trained = [] if job.is_offloaded else _trained_parameters(model)
-    size = sum(parameter.to_local().nbytes for parameter in trained)
-    num_states = next((number for part, number in NUM_STATES.items() if part in optimizer), 2)
-    resident = {"optimizer state": num_states * size}
-    in_passes = tracker.sizes("peak") | resident
-    in_update = tracker.sizes("current") | resident
-    if optimizer == "adamw_torch" and not job.on_cpu:
-        # Its multi-tensor step computes the new values of all parameters at once.
-        in_update["optimizer's new values"] = size
-    return max(in_passes, in_update, key=lambda sizes: sum(sizes.values()))
