@@ -105,8 +105,8 @@ def move_to_meta(model: Module) -> None:
     """
     for parameter in model.parameters():
         if is_placeholder(parameter):
+            meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             cls = Parameter if isinstance(parameter, Placeholder) else type(parameter)
-            meta = torch.empty_like(parameter, device="meta")
             new = make_parameter(cls, meta, parameter.requires_grad)
             new.__dict__.update(parameter.__dict__)
             swap_tensors(parameter, new)
