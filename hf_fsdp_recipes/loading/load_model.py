@@ -29,6 +29,7 @@ from hf_fsdp_recipes.loading.placeholder import insert_placeholders
 from hf_fsdp_recipes.upstream import patches
 from hf_fsdp_recipes.upstream.transformers_internals import (
     AutoHfQuantizer,
+    AutoQuantizationConfig,
     get_builder,
     keep_present_units,
     no_init_weights,
@@ -196,7 +197,8 @@ def take_quantizer(config: PreTrainedConfig) -> HfQuantizer | None:
             f"the checkpoint is already quantized with {method}. Load the unquantized model."
         )
     del config.quantization_config
-    return AutoHfQuantizer.from_config(settings | {"dequantize": True}, pre_quantized=True)
+    dequantizing = AutoQuantizationConfig.from_dict(settings | {"dequantize": True})
+    return AutoHfQuantizer.from_config(dequantizing, pre_quantized=True)
 
 
 def find_class(config: PreTrainedConfig) -> Any:
