@@ -9,10 +9,9 @@ from unittest import mock
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from transformers import GenerationConfig, Trainer
+from transformers import Trainer
 
 from hf_fsdp_recipes.errors import CheckpointError
-from hf_fsdp_recipes.export.directory import save_as_it_came
 from hf_fsdp_recipes.training.sharded_optimizer import local_part, to_sharded
 from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS
 from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR, PUSH_CHECKPOINT
@@ -43,7 +42,6 @@ def redirected(trainer: Trainer, directory: Path) -> Iterator[dict[str, Any]]:
         replaced.enter_context(replace(trainer, GET_OUTPUT_DIR, lambda trial: str(directory)))
         # The push follows when the checkpoint is complete.
         replaced.enter_context(replace(trainer, PUSH_CHECKPOINT, lambda folder: None))
-        replaced.enter_context(replace(GenerationConfig, "save_pretrained", save_as_it_came))
         if is_sharded(trainer):
             replaced.enter_context(replace(dcp, "save", record))
             # If it offloaded sharded state, this thread would copy the state now.

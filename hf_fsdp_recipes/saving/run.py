@@ -10,12 +10,18 @@ from typing import Any
 from unittest import mock
 
 from accelerate.utils import extract_model_from_parallel
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    GenerationConfig,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import CheckpointError, WeightsError, describe
-from hf_fsdp_recipes.export.directory import write_description
+from hf_fsdp_recipes.export.directory import save_as_it_came, write_description
 from hf_fsdp_recipes.saving.directory import STATE_KEY, OutputDirectory
 from hf_fsdp_recipes.saving.recorder import redirected
 from hf_fsdp_recipes.saving.saver import Save, Saver, check_finite
@@ -234,7 +240,10 @@ class Run(TrainerCallback):
         # checkpoint beside the unfinished one.
         _set_best(state, (None, None, None))
         try:
-            with redirected(trainer, save.written.parent) as save.state:
+            with (
+                mock.patch.object(GenerationConfig, "save_pretrained", save_as_it_came),
+                redirected(trainer, save.written.parent) as save.state,
+            ):
                 by_trainer()
         finally:
             _set_best(state, save.best)
