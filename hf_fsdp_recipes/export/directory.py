@@ -97,10 +97,8 @@ def is_taken(path: Path) -> bool:
 
 def read_run(export_dir: Path) -> dict[str, Any]:
     """Return which run has made an export, and at which step. Empty: no run has made it."""
-    with suppress(OSError, ValueError):
-        facts = json.loads((export_dir / RUN_FILE).read_text())
-        if isinstance(facts, dict):
-            return facts
+    with suppress(OSError, TypeError, ValueError):
+        return dict(json.loads((export_dir / RUN_FILE).read_text()))
     return {}
 
 

@@ -3,7 +3,7 @@
 import os
 import secrets
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -23,7 +23,7 @@ from hf_fsdp_recipes.export.directory import (
 )
 from hf_fsdp_recipes.export.export import export_model, parse_dtype
 from hf_fsdp_recipes.loading.load_model import check_fsdp_version
-from hf_fsdp_recipes.saving.directory import OutputDirectory, read_owner, set_aside_later
+from hf_fsdp_recipes.saving.directory import OutputDirectory, read_run_id
 from hf_fsdp_recipes.saving.recorder import is_sharded
 from hf_fsdp_recipes.saving.run import Run
 from hf_fsdp_recipes.upstream import patches
@@ -86,10 +86,10 @@ class ShardedCheckpointCallback(TrainerCallback):
     ) -> None:
         self.asynchronous = asynchronous
         self.signals = signals
-        self._exports: list[Path] = []  # where the model is exported, and the merged one
+        self._export_dirs: list[Path] = []  # where the model is exported, and the merged one
         if export_dir is not None:
-            path = Path(export_dir).expanduser().absolute()
-            self._exports = [path, path.with_name(f"{path.name}_merged")][: 1 + merge_adapter]
+            path = Path(export_dir).expanduser().resolve()
+            self._export_dirs = [path, path.with_name(f"{path.name}_merged")][: 1 + merge_adapter]
         self._export_dtype = parse_dtype(export_dtype)
         self.exported: list[Path] = []
         self.has_begun = False
@@ -129,8 +129,17 @@ class ShardedCheckpointCallback(TrainerCallback):
             trial: the trial of a hyperparameter search, if there is one.
         """
         directory = OutputDirectory(Path(getattr(trainer, GET_OUTPUT_DIR)(trial)))
+        self._exports = self._export_dirs
         if trial is not None:
-            self._exports = [directory.path / path.name for path in self._exports]
+            self._exports = [directory.path / path.name for path in self._export_dirs]
+        if trainer.args.save_on_each_node:
+            raise CheckpointError(
+                "save_on_each_node is set, but all nodes must share output_dir. Remove it, or "
+                "remove ShardedCheckpointCallback."
+            )
+        of_ranks = distributed.gather(checkpoint)
+        if len(set(of_ranks)) > 1:
+            raise CheckpointError(f"the ranks resume from different checkpoints: {of_ranks}.")
         self._run_id = distributed.run_on_main(
             lambda: self._claim(directory, trainer.args.auto_find_batch_size, checkpoint)
         )
@@ -139,6 +148,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             if is_sharded(trainer) and "save_model" not in vars(trainer):
                 trainer.save_model = partial(_save_model, trainer, trainer.save_model)
             result = Run(self, trainer, directory, self._run_id).train(loop)
+            self._run_id = None
         finally:
             self._is_training = False
             if distributed.is_main():
@@ -156,21 +166,19 @@ class ShardedCheckpointCallback(TrainerCallback):
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
             step = state.global_step
-            run_id = read_owner(Path(checkpoint)).get("run")
+            run_id = read_run_id(Path(checkpoint))
         run_id = run_id or secrets.token_hex(8)
         for export_dir in self._exports:
             check_is_own(export_dir, run_id)
         directory.open(run_id, checkpoint, step)
-        for export_dir in self._exports:
-            if read_run(export_dir).get("step", 0) > step:
-                set_aside_later(export_dir, step)
         return run_id
 
     def export(self, run: Run) -> None:
         """Export the model of a run that ends. Collective. A run calls it."""
         self.exported = []
         model = run.trainer.model
-        facts = {"run": run.run_id, "step": run.trainer.state.global_step}
+        step = run.trainer.state.global_step
+        facts = {"run": run.run_id, "step": step, "dtype": str(self._export_dtype)}
         for merge_adapter, export_dir in enumerate(self._exports):
             if merge_adapter and not hasattr(model, "peft_config"):
                 break
@@ -202,9 +210,10 @@ def _save_model(
 
     The model in a checkpoint stays sharded.
     """
-    with ExitStack() as replaced:
-        if is_sharded(trainer) and not (args and INTERNAL_CALL in kwargs):
-            plugin = trainer.accelerator.state.fsdp_plugin
-            full = type(plugin.state_dict_type).FULL_STATE_DICT
-            replaced.enter_context(mock.patch.object(plugin, "state_dict_type", full))
+    replaced: AbstractContextManager = nullcontext()
+    if not (args and INTERNAL_CALL in kwargs):
+        plugin = trainer.accelerator.state.fsdp_plugin
+        full = type(plugin.state_dict_type).FULL_STATE_DICT
+        replaced = mock.patch.object(plugin, "state_dict_type", full)
+    with replaced:
         by_trainer(*args, **kwargs)

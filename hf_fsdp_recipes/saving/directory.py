@@ -54,14 +54,13 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
-def read_owner(checkpoint: Path) -> dict[str, Any]:
-    """Return what `Run` has added to Trainer's state in a checkpoint. Empty: nothing."""
+def read_run_id(checkpoint: Path) -> str | None:
+    """Return the id of the run that has saved a checkpoint, or None if only Trainer has."""
     with suppress(Exception):  # a damaged file can raise any error
-        states: Any = TrainerState.load_from_json(
-            str(checkpoint / TRAINER_STATE_NAME)
-        ).stateful_callbacks  # annotated as a list, but a dict
-        return states[STATE_KEY]
-    return {}
+        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        states: Any = state.stateful_callbacks  # annotated as a list, but a dict
+        return states[STATE_KEY]["run"]
+    return None
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
@@ -132,7 +131,7 @@ class OutputDirectory:
         if self._lock is None:
             raise CheckpointError(f"another run trains in {self.path}. End it first.")
         found = list_checkpoints(self.path)
-        others = [path for path in found if read_owner(path).get("run") != run]
+        others = [path for path in found if read_run_id(path) != run]
         if resumed is not None and Path(resumed).absolute().parent.samefile(self.path):
             others = []
         if others:
@@ -152,13 +151,18 @@ class OutputDirectory:
             )
         for path in found:
             if step_of(path) > step:
-                set_aside_later(path, step)
+                logger.warning(
+                    "training continues at step %d, so %s is renamed to %s",
+                    step,
+                    path,
+                    set_aside(path).name,
+                )
 
     def close(self) -> None:
-        """Delete the workspace and unlock the directory."""
-        self._clean()
-        rmtree(self.workspace, ignore_errors=True)
-        if self._lock is not None:
+        """Delete the workspace and unlock the directory. In a fork, do nothing."""
+        if self._lock is not None and not self._lock.closed:
+            self._clean()
+            rmtree(self.workspace, ignore_errors=True)
             self._lock.close()
 
     def begin(self, step: int) -> Path:
@@ -270,14 +274,6 @@ class OutputDirectory:
         for path in self.workspace.glob("*"):
             if path.name != LOCK:
                 rmtree(path, ignore_errors=True)
-
-
-def set_aside_later(directory: Path, step: int) -> None:
-    """Set aside what is of a later step than the one at which training continues, and warn."""
-    aside = set_aside(directory)
-    logger.warning(
-        "training continues at step %d, so %s is renamed to %s", step, directory, aside.name
-    )
 
 
 def set_aside(directory: Path) -> Path:

@@ -21,7 +21,7 @@ from hf_fsdp_recipes.saving.directory import (
     MANIFEST,
     list_checkpoints,
     read_manifest,
-    read_owner,
+    read_run_id,
     step_of,
     write_manifest,
 )
@@ -116,11 +116,9 @@ def find_damage(
     way_back = f"hf-fsdp checkpoints {checkpoint.parent} --accept {checkpoint.name}"
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        has_weights = any(checkpoint.glob("*.safetensors"))
-        has_shards = any(checkpoint.rglob("*.distcp"))
-        is_begun = read_owner(checkpoint).get("is_verified") or (checkpoint / MANIFEST).exists()
+        is_begun = read_run_id(checkpoint) or (checkpoint / MANIFEST).exists()
         has_state = (checkpoint / TRAINER_STATE_NAME).is_file()
-        if has_state and has_weights and not has_shards and not is_begun:
+        if has_state and any(checkpoint.glob("*.safetensors")) and not is_begun:
             return None  # Trainer alone wrote this checkpoint, without FSDP
         return (
             "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it. "

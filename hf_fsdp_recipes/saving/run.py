@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from unittest import mock
 from accelerate.utils import extract_model_from_parallel
 from transformers import (
     GenerationConfig,
+    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -23,7 +24,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import CheckpointError, WeightsError, describe
 from hf_fsdp_recipes.export.directory import save_as_it_came, write_description
 from hf_fsdp_recipes.saving.directory import STATE_KEY, OutputDirectory
-from hf_fsdp_recipes.saving.recorder import redirected
+from hf_fsdp_recipes.saving.recorder import is_sharded, redirected
 from hf_fsdp_recipes.saving.saver import Save, Saver, check_finite
 from hf_fsdp_recipes.saving.signals import StepFlags
 from hf_fsdp_recipes.training.units import train_like_one_process
@@ -65,7 +66,7 @@ class Run(TrainerCallback):
         self._is_asynchronous = distributed.from_main(
             callback.asynchronous and not trainer.args.push_to_hub
         )
-        self._stop_signal = 0
+        self._can_stop = False  # in an evaluation: in the first one nothing is lost
         self._save: Save | None = None  # the save in flight
         self._saved_step = -1  # the step of the last save, in flight or ended
         self._error: BaseException | None = None  # of the last save
@@ -81,11 +82,21 @@ class Run(TrainerCallback):
         """
         with self._opened:
             self._opened.callback(self._saver.close)
-            callbacks = self.trainer.callback_handler.callbacks
-            callbacks.append(self)
-            self._opened.callback(callbacks.remove, self)
-            self._replace(SAVE_CHECKPOINT, self._save_checkpoint)
+            self._flags = StepFlags(self._callback.signals)
+            self._opened.push(self._flags.close)
+            self.trainer.add_callback(self)
+            self._opened.callback(self.trainer.remove_callback, self)
             self._replace(FINALIZE, self._finalize)
+            by_trainer = getattr(Trainer, SAVE_CHECKPOINT)
+
+            def save_checkpoint(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+                save = partial(by_trainer, trainer, *args, **kwargs)
+                if trainer is self.trainer:
+                    save = partial(self.save_checkpoint, save)
+                save()
+
+            # In the class, so that a trainer of another class has its own method around this one.
+            self._opened.enter_context(mock.patch.object(Trainer, SAVE_CHECKPOINT, save_checkpoint))
             return loop()
 
     def _replace(self, name: str, replacement: Callable) -> None:
@@ -100,15 +111,13 @@ class Run(TrainerCallback):
         control: TrainerControl,
         **_: object,
     ) -> None:
-        """Install the signal handlers. If the run is complete, let Trainer skip its epochs."""
+        """Mark the state as that of this run. If the run is complete, let Trainer skip its epochs."""
         states: Any = state.stateful_callbacks  # annotated as a list, but a dict
-        states[STATE_KEY] = {"run": self.run_id, "is_verified": not args.save_on_each_node}
+        states[STATE_KEY] = {"run": self.run_id}
         self._locate_best()
         self._kept_best = _best(state)
         if self.trainer.is_fsdp_enabled:
             train_like_one_process(self.trainer.model)
-        self._flags = StepFlags(self._callback.signals)
-        self._opened.callback(self._flags.close)
         # Whether the run had all of its steps when it was started.
         self.is_complete = state.max_steps <= state.global_step
         if self.is_complete:
@@ -121,7 +130,7 @@ class Run(TrainerCallback):
 
     def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         """Start the exchange that tells all ranks of a signal or a failed save on any rank."""
-        if not self._stop_signal:
+        if not self._flags.told:
             ended = self._save and self._save.ended
             self._flags.start(bool(ended and ended.done() and ended.exception()))
 
@@ -137,38 +146,42 @@ class Run(TrainerCallback):
         Raises:
             CheckpointError: weights are not finite, or several saves in a row have failed.
         """
-        if self._stop_signal:
-            return
-        self._stop_signal, any_failed = self._flags.finish()
-        if any_failed:
+        self._can_stop = True
+        if self._flags.finish():
             self._settle()
             self._stop_if_hopeless()
-        if self._stop_signal:
+        if self._flags.told:
             distributed.print_main(
-                f"stopping at step {state.global_step} on signal {self._stop_signal}"
+                f"stopping at step {state.global_step} on signal {self._flags.told}"
             )
             control.should_save = True
             control.should_training_stop = True
             control.should_evaluate = False
 
     def on_prediction_step(self, *_: object, **__: object) -> None:
-        """If any rank got a signal during an evaluation, save and exit."""
-        self._stop_signal, _any_failed = self._flags.finish()
-        if not self._stop_signal:
+        """If any rank got a signal during an evaluation, save and exit.
+
+        But not during one that another callback has begun while it saves, or at the end.
+        """
+        if not self._can_stop or self._flags.told or self._is_saving():
+            return
+        self._flags.finish()
+        if not self._flags.told:
             self._flags.start(False)
             return
         trainer = self.trainer
         step = trainer.state.global_step
         distributed.print_main(f"stopping in an evaluation at step {step} on a signal")
         events = (trainer.args, trainer.state, trainer.control)
-        if step not in (0, self._saved_step):
+        if step != self._saved_step:
             getattr(trainer, SAVE_CHECKPOINT)(trainer.model, None)
             trainer.callback_handler.on_save(*events)
         trainer.callback_handler.on_train_end(*events)
 
     def on_evaluate(self, *_: object, **__: object) -> None:
         """Finish the save in flight: if it failed, its metric must not be the best so far."""
-        self._settle()
+        if not self._is_saving():
+            self._settle()
 
     def on_epoch_end(
         self,
@@ -178,22 +191,19 @@ class Run(TrainerCallback):
         **kwargs: object,
     ) -> None:
         """After a signal, do not evaluate, and do not save the same step a second time."""
-        if self._stop_signal:
+        if self._flags.told:
             control.should_evaluate = False
             control.should_save = self._saved_step != state.global_step
 
-    def _save_checkpoint(self, by_trainer: Callable, model: Any, trial: object) -> None:
+    def save_checkpoint(self, by_trainer: Callable[[], None]) -> None:
         """Save a checkpoint in place of `Trainer._save_checkpoint`. Collective."""
         trainer = self.trainer
         args = trainer.args
         state = trainer.state
+        self._settle()
         self._saved_step = state.global_step
         callbacks = trainer.callback_handler.callbacks
         callbacks.append(callbacks.pop(callbacks.index(self)))  # others may have been added
-        if args.save_on_each_node:  # the nodes do not share the directory
-            by_trainer(model, trial)
-            return
-        self._settle()
         self._stop_if_hopeless()
         self._locate_best()
         save = Save(
@@ -209,16 +219,16 @@ class Run(TrainerCallback):
             best=_best(state),
         )
         self._save = save
+        is_gathered = trainer.is_fsdp_enabled and not is_sharded(trainer)
         try:
             distributed.run_on_main(lambda: self._directory.begin(save.step))
-            with distributed.agreed():
-                self._write_small_files(save, partial(by_trainer, model, trial))
-            if not distributed.run_on_main((save.written / TRAINER_STATE_NAME).is_file):
-                self._save = None  # a trainer of another class has saved nothing, or elsewhere
-                return
+            with nullcontext() if is_gathered else distributed.agreed():
+                self._write_small_files(save, by_trainer)
             self._saver.start(save, self._is_asynchronous)
             distributed.run_on_main(lambda: self._directory.expose(save.written))
         except Exception as error:
+            if is_gathered:
+                raise  # as in stock Trainer: other ranks may still wait for this one
             save.error = error
 
     def _locate_best(self) -> None:
@@ -236,22 +246,19 @@ class Run(TrainerCallback):
         """Let Trainer write its files, and record the sharded state."""
         trainer = self.trainer
         state = trainer.state
-        # Otherwise, Trainer would wait for all ranks, even if one has failed, and look for the best
-        # checkpoint beside the unfinished one.
-        _set_best(state, (None, None, None))
-        try:
-            with (
-                mock.patch.object(GenerationConfig, "save_pretrained", save_as_it_came),
-                redirected(trainer, save.written.parent) as save.state,
-            ):
-                by_trainer()
-        finally:
-            _set_best(state, save.best)
+        with (
+            mock.patch.object(GenerationConfig, "save_pretrained", save_as_it_came),
+            # Otherwise, Trainer would wait for all ranks, even if one has failed, and look for the
+            # best checkpoint beside the unfinished one.
+            mock.patch.object(state, "best_global_step", None),
+            redirected(trainer, save.written.parent) as save.state,
+        ):
+            by_trainer()
         if not save.state:
             weights = trainer.model.named_parameters()
             check_finite(item for item in weights if item[1].requires_grad)
         file = save.written / TRAINER_STATE_NAME
-        if trainer.args.should_save and file.is_file():
+        if trainer.args.should_save:
             state.save_to_json(str(file))
             if save.state:
                 model = extract_model_from_parallel(trainer.model, keep_torch_compile=False)
@@ -259,10 +266,10 @@ class Run(TrainerCallback):
 
     def on_save(self, *_: object, **__: object) -> None:
         """Let the save be completed: all other callbacks have added their files."""
-        trainer = self.trainer
         save = self._save
-        if save is None:
+        if save is None or not self._is_saving():
             return
+        trainer = self.trainer
         distributed.gather(None)  # then the callbacks of all ranks are done
         distributed.run_on_main(lambda: self._directory.hide(save.written))
         self._saver.complete(save)
@@ -271,15 +278,20 @@ class Run(TrainerCallback):
             if trainer.args.push_to_hub and self._error is None:
                 getattr(trainer, PUSH_CHECKPOINT)(str(self._path_of(save.step)))
 
+    def _is_saving(self) -> bool:
+        """Return whether callbacks may still add files to the save in flight."""
+        return self._save is not None and self._save.ended is None
+
     def _finalize(self, by_trainer: Callable, *args: object, **kwargs: object) -> Any:
         """Finish the save in flight before Trainer loads the best model."""
+        self._can_stop = False
         self._settle()
         state = self.trainer.state
         _set_best(state, distributed.from_main(_best(state)))
         arguments = self.trainer.args
         # With save_total_limit=1, Trainer would delete all checkpoints but the best one.
         values: dict[str, Any] = {"save_total_limit": None}
-        if self._stop_signal:
+        if self._flags.told:
             values["load_best_model_at_end"] = False
         with mock.patch.multiple(arguments, **values):
             return by_trainer(*args, **kwargs)
@@ -292,20 +304,21 @@ class Run(TrainerCallback):
             ExportError: the model cannot be exported.
         """
         self._settle()
-        if not self._stop_signal:
+        if not self._flags.told:
             self._callback.export(self)
         if self._error is not None:
             raise CheckpointError(
                 f"the last checkpoint was not saved: {describe(self._error)}"
             ) from self._error
-        if self._stop_signal:
+        if self._flags.told:
             checkpoint = self._path_of(self.trainer.state.global_step)
             distributed.print_main(f"stopped by a signal; resume from {checkpoint}")
             distributed.gather(None)  # then no rank needs another one any more
             sys.exit(EXIT_PREEMPTED)
 
     def _settle(self) -> None:
-        """Wait for the save in flight. If it failed, warn and undo its change of the best model."""
+        """Complete the save in flight. If it failed, warn and undo its change of the best model."""
+        self.on_save()  # Trainer's event is missing if another callback has saved
         save = self._save
         if save is None or save.ended is None:
             return

@@ -61,7 +61,7 @@ class Saver:
         node = socket.gethostname()
         num_ranks_of_that_name = distributed.gather(node).count(node)
         # Some launchers do not set the variable, and containers may share a name.
-        num_ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks_of_that_name))
+        num_ranks_on_node = int(os.getenv("LOCAL_WORLD_SIZE", num_ranks_of_that_name))
         self._host_copy = HostCopy(num_ranks_on_node)
         self._has_warned = False
         self._threads = ThreadPoolExecutor(2, "checkpoint")  # one writes, one checks
@@ -174,7 +174,7 @@ class Saver:
                 raise CheckpointError(
                     f"a callback wrote {name}, which is the checkpoint's own file"
                 )
-            if path.is_file() and name not in files:
+            if path.is_file() and not path.is_symlink() and name not in files:
                 files[name] = hash_small_file(path)
         self._directory.publish(save.written, save.facts, files)
         self._directory.prune(save.keep, save.best[-1])

@@ -1,9 +1,10 @@
 """Tells all ranks, once per step, whether any rank got a signal and whether a save has failed."""
 
-import ctypes
+import mmap
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import psutil
@@ -13,7 +14,6 @@ import torch.distributed as dist
 from hf_fsdp_recipes import distributed
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-PR_SET_PDEATHSIG = 1  # prctl's number for this option, from linux/prctl.h
 LAST_WORDS_SECONDS = 5.0  # how long a rank may take to fail by itself after another one has ended
 
 
@@ -27,14 +27,19 @@ class StepFlags:
     crashed one for ever, and never save. So a thread ends them. Collective to create.
 
     Args:
-        listen: whether to install handlers for STOP_SIGNALS, and to ask the kernel for SIGTERM if
-            the launcher dies. This has an effect only in the main thread, because Python allows
+        listen: whether to install handlers for STOP_SIGNALS, and to get SIGTERM if the launcher
+            dies. This has an effect only in the main thread, because Python allows
             handlers only there.
+
+    Attributes:
+        told: the signal that all ranks know of, or 0.
     """
 
     def __init__(self, listen: bool) -> None:
         self._process = os.getpid()
+        self.told = 0
         self._signal = 0
+        self._is_signaled = mmap.mmap(-1, 1)  # forks see it, too
         self._flags = torch.zeros(2, dtype=torch.int32)
         self._work: dist.Work | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -45,22 +50,31 @@ class StepFlags:
                 if signal.getsignal(number) is not None:  # else Python could not restore it
                     self._previous[number] = signal.signal(number, self._record)
             if "TORCHELASTIC_RUN_ID" in os.environ:  # other parents may end, such as a shell
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
                 threading.Thread(target=self._watch, args=[ranks], daemon=True).start()
 
     def _record(self, number: int, frame: object) -> None:
-        if os.getpid() != self._process:  # a fork has the handler, too
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self._signal = number
+        if os.getpid() == self._process:
+            self._signal = number
+            self._is_signaled[0] = 1
+            return
+        # A fork has the handler, too. If all processes get a signal, this one needs the workers of
+        # its data loader until the state is saved. The next signal ends them.
+        signal.signal(number, signal.SIG_DFL)
+        for _ in range(10):
+            if self._is_signaled[0]:
+                return
+            time.sleep(0.1)
+        signal.raise_signal(number)
 
     def _watch(self, ranks: list[int]) -> None:
-        """End this process soon after another rank of the same launcher has ended."""
-        children = psutil.Process(os.getppid()).children()
-        others = [child for child in children if child.pid in ranks]
+        """If the launcher ends, get SIGTERM. Soon after another of its ranks has ended, end."""
+        launcher = psutil.Process(os.getppid())
+        others = [child for child in launcher.children() if child.pid in ranks]
         while all(rank.is_running() for rank in others):
             if self._is_closed.wait(1.0):
                 return
+            if os.getppid() != launcher.pid:
+                os.kill(self._process, signal.SIGTERM)
         if not self._is_closed.wait(LAST_WORDS_SECONDS):
             os.write(2, b"another rank of this node has ended, so this one ends too\n")
             os.kill(self._process, signal.SIGKILL)
@@ -77,25 +91,26 @@ class StepFlags:
                 async_op=True,
             )
 
-    def finish(self) -> tuple[int, bool]:
+    def finish(self) -> bool:
         """Wait for the exchange that has been started, if any. Collective.
 
-        Return the signal that any rank got, or 0, and whether any rank's save has failed.
+        Return whether any rank's save has failed.
         """
         if self._work is not None:
             self._work.wait()
             self._work = None
         number, any_failed = self._flags.tolist()
-        if number:
-            self._signal = 0  # it is told
-        return number, bool(any_failed)
+        self._flags = torch.zeros(2, dtype=torch.int32)
+        self.told = self.told or number
+        return bool(any_failed)
 
-    def close(self) -> None:
-        """Restore the previous signal handlers. They get a signal that came too late to be told."""
+    def close(self, kind: object, *_: object) -> None:
+        """Restore the previous signal handlers.
+
+        They get a signal that came too late to be told, unless an error of this `kind` is raised.
+        """
         self._is_closed.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if self._previous:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
-        if self._signal:
+        if self._signal and not self.told and kind is None:
             signal.raise_signal(self._signal)

@@ -158,15 +158,23 @@ TRAINING_LOOP = Patch(
 )
 
 
-def _run_training_loop(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_training_loop(
+    original: Callable,
+    self: Any,
+    batch_size: Any = None,
+    args: Any = None,
+    resume_from_checkpoint: Any = None,
+    trial: Any = None,
+    **kwargs: Any,
+) -> Any:
+    loop = functools.partial(
+        original, self, batch_size, args, resume_from_checkpoint, trial, **kwargs
+    )
     for callback in self.callback_handler.callbacks:
         # `train_with` of our callback is public only for this call.
         if hasattr(callback, "train_with"):
-            loop = functools.partial(original, self, *args, **kwargs)
-            given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-            checkpoint = given.get("resume_from_checkpoint")
-            return callback.train_with(self, loop, checkpoint, given.get("trial"))
-    return original(self, *args, **kwargs)
+            return callback.train_with(self, loop, resume_from_checkpoint, trial)
+    return loop()
 
 
 # With an FSDP plugin, Accelerate turns MULTI_GPU into FSDP. For MULTI_CPU, it silently ignores the
@@ -214,7 +222,7 @@ def apply_for_loading() -> None:
     If SIZE_BASED_WRAP is set, let it work for these models.
     """
     FILL_SHARDS.apply(_fill_shards)
-    if os.environ.get("FSDP_AUTO_WRAP_POLICY") == "SIZE_BASED_WRAP":
+    if os.getenv("FSDP_AUTO_WRAP_POLICY") == "SIZE_BASED_WRAP":
         WRAP_BY_SIZE.apply(_wrap_by_size)
 
 
@@ -255,7 +263,7 @@ def enable_cpu_ranks() -> None:
     """
     if not are_cpu_ranks_requested():
         return
-    if os.environ.get("RANK", "0") == "0" and "ACCELERATE_USE_CPU" not in os.environ:
+    if os.getenv("RANK", "0") == "0" and "ACCELERATE_USE_CPU" not in os.environ:
         print("note: no accelerator was found, so FSDP trains on CPU ranks", flush=True)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.environ.update(dict.fromkeys(HIDDEN_DEVICES, ""))

@@ -178,7 +178,7 @@ def faults(context: Context, differences: list[Difference]) -> Iterator[Differen
         files = context.ours.files[directory]
         if not is_checkpoint(directory, files) or uses_stock:
             continue
-        if "manifest.json" not in files and not context.case.get("save_on_each_node"):
+        if "manifest.json" not in files:
             yield difference("checkpoint without a manifest", "", directory)
         if any(NOT_FINITE in str(files.get(name)) for name in MODEL_FILES):
             yield difference("checkpoint with weights that are not finite", "", directory)

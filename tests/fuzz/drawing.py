@@ -42,7 +42,6 @@ CHANCES: dict[str, tuple[float, list[Any]]] = {
     "max_grad_norm": (0.1, [0]),
     "include_num_input_tokens_seen": (0.1, ["all"]),
     "activation_checkpointing": (0.06, [True]),
-    "save_on_each_node": (0.05, [True]),
     "tied": (0.2, [True]),
     "lora": (0.25, [True]),
     "frozen": (0.1, [True]),

@@ -193,9 +193,7 @@ def build_trainer(
     def init_model() -> Any:
         return load(case, models, is_ours=ours is not None)
 
-    # Our callback leaves the saves of save_on_each_node to Trainer.
-    has_stock_saves = ours is None or case.get("save_on_each_node")
-    kind = StockTrainer if has_stock_saves else FuzzedTrainer
+    kind = StockTrainer if ours is None else FuzzedTrainer
     trainer = kind(
         case,
         model=None if case.get("trial") else init_model(),

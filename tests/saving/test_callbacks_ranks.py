@@ -15,6 +15,7 @@ import torch
 
 from tests.ranks.harness import start_ranks
 from tests.saving.runs import (
+    BEST,
     describe,
     digests_in,
     names_in,
@@ -273,3 +274,65 @@ def test_logs_with_the_speed_of_training_do_not_end_the_deletion_of_checkpoints(
     options = {"include_num_input_tokens_seen": "all", "save_steps": 1, "save_total_limit": 2}
     run(tmp_path, 1, **options)
     assert steps_in(tmp_path) == [3, 4]
+
+
+def _save_without_on_save(trainer):
+    """Save as callbacks do that call Trainer's method themselves."""
+
+    def save(state, control):
+        if state.global_step in (3, 4):
+            trainer._save_checkpoint(trainer.model, None)
+
+    on(trainer, "on_step_end", save)
+
+
+@pytest.mark.parametrize("world", ["fsdp", "one"])
+def test_a_save_without_on_save_is_complete_also_if_trainer_saves_the_same_step(
+    run, tmp_path, world
+):
+    result = run(tmp_path, world=world, prepare=_save_without_on_save)[0]
+    assert result["error"] is None and steps_in(tmp_path) == [2, 3, 4]
+    assert names_in(tmp_path) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+
+
+def _write_after_saving(trainer):
+    """Be a trainer of another class, which writes into the checkpoint and beside it."""
+
+    class Other(type(trainer)):
+        def _save_checkpoint(self, model, trial):
+            super()._save_checkpoint(model, trial)
+            _write_note(self)
+            beside = Path(self._get_output_dir(trial), f"best-{rank()}.txt")
+            beside.write_text(str(self.state.best_global_step))
+
+    trainer.__class__ = Other
+    trainer.compute_metrics = lambda _: {"score": -trainer.state.global_step}
+
+
+@pytest.mark.parametrize("world", ["fsdp", "one"])
+def test_what_a_trainer_of_another_class_writes_after_a_save_stays(run, tmp_path, world):
+    results = run(tmp_path, world=world, prepare=_write_after_saving, **BEST)
+    assert results[0]["error"] is None and steps_in(tmp_path) == [2, 4]
+    for number in range(len(results)):
+        assert (tmp_path / f"best-{number}.txt").read_text() == "4"
+        assert (tmp_path / "checkpoint-4" / f"of-rank-{number}.txt").is_file()
+
+
+def _link(trainer):
+    outside = Path(trainer.args.output_dir).with_name("outside")
+    outside.touch()
+    on(trainer, "on_save", lambda *_: (_checkpoint(trainer) / "link").symlink_to(outside))
+
+
+def test_a_checkpoint_with_a_link_to_the_outside_is_resumed(run, tmp_path):
+    run(tmp_path / "run", world="one", prepare=_link)
+    assert run(tmp_path / "run", world="one", max_steps=5)[0]["resumed"] == "checkpoint-4"
+
+
+def test_an_evaluation_before_training_changes_nothing(run, tmp_path):
+    (result,) = run(tmp_path, world="one", prepare=_evaluate_first)
+    assert result["error"] is None and steps_in(tmp_path) == [2, 4]
+
+
+def _evaluate_first(trainer):
+    on(trainer, "on_train_begin", lambda state, control: trainer.evaluate())

@@ -174,18 +174,10 @@ def test_a_finished_run_of_whole_epochs_that_is_started_again_adds_nothing(run, 
 
 
 @pytest.mark.parametrize("world", ["fsdp", "one"])
-def test_saves_on_each_node_are_left_to_trainer(run, tmp_path, world):
-    (both,) = run(
-        tmp_path,
-        1,
-        world=world,
-        function=_train_stock_and_ours,
-        callback={},
-        save_on_each_node=True,
-    )
-    assert both[0] == both[1]
-    stock, ours = (contents_of(tmp_path / name).keys() for name in ("stock", "ours"))
-    assert stock == ours
+def test_saves_on_each_node_are_refused_before_training(run, tmp_path, world):
+    for result in run(tmp_path / "run", world=world, save_on_each_node=True):
+        assert "save_on_each_node is set" in result["error"] and result["losses"] == {}
+    assert names_in(tmp_path / "run") == []
 
 
 def _save_model(output, lora):

@@ -222,3 +222,15 @@ def _write_slowly_on_rank_1(trainer):
 def test_a_slow_write_on_one_rank_outlasts_the_timeout_of_collectives(run, tmp_path):
     result = run(tmp_path, prepare=_write_slowly_on_rank_1)[0]
     assert steps_in(tmp_path) == [2, 4] and result["error"] is None and not result["warnings"]
+
+
+def _fail_to_write_the_model(trainer):
+    write = trainer._save
+    trainer._save = lambda *args, **kwargs: _fail() if rank() == 0 else write(*args, **kwargs)
+
+
+def test_a_save_that_fails_while_fsdp_gathers_the_state_ends_the_run(run, tmp_path):
+    options = {"world": "full state", "prepare": _fail_to_write_the_model, "expect_failure": True}
+    errors = run(tmp_path, **options)
+    assert ("OSError", "[Errno 28] No space left on device") in errors
+    assert steps_in(tmp_path) == []

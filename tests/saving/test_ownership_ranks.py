@@ -73,7 +73,7 @@ def test_a_second_run_in_a_directory_is_refused_and_the_first_goes_on(
     assert names_in(output) == ["checkpoint-2", "checkpoint-4"]
 
 
-def _start_again(output, is_same_trainer=False, stock=False):
+def _start_again(output, is_same_trainer=False, stock=False, **options):
     """Train, then start at step 0 in the same directory.
 
     Return the error, whether the directory is as it was, and whether a new model was prepared.
@@ -83,7 +83,7 @@ def _start_again(output, is_same_trainer=False, stock=False):
     from hf_fsdp_recipes.upstream import patches
 
     patches.enable_cpu_ranks()
-    first = make_trainer(output, () if stock else [ShardedCheckpointCallback()])
+    first = make_trainer(output, () if stock else [ShardedCheckpointCallback()], **options)
     first.train()
     before = contents_of(output)
     again = first if is_same_trainer else make_trainer(output, [ShardedCheckpointCallback()])
@@ -103,6 +103,7 @@ def _start_again(output, is_same_trainer=False, stock=False):
         ("fsdp", {"stock": True}),
         ("ddp", {}),
         ("one", {"is_same_trainer": True}),
+        ("one", {"is_same_trainer": True, "auto_find_batch_size": True}),
         ("one", {"stock": True}),
     ],
 )
@@ -278,16 +279,16 @@ def _run_out_of_memory_with_4_rows(trainer):
     on(trainer, "on_step_begin", fail)
 
 
-@SINGLE
-def test_a_run_that_finds_its_batch_size_goes_on_among_the_saves_of_each_node(run, tmp_path, world):
-    options = {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
-    options |= {"save_on_each_node": True, "prepare": _run_out_of_memory_with_4_rows}
-    (result,) = run(tmp_path, 1, world=world, **options)
-    assert result["error"] is None and result["step"] == 4
-    assert {"checkpoint-2", "checkpoint-4"} <= set(names_in(tmp_path))
-    # Without FSDP, these are whole checkpoints of Trainer's.
-    resumed = run(tmp_path, 1, world=world, **options)[0]["resumed"]
-    assert resumed == {"one": "checkpoint-4", "fsdp": None}[world]
+def _start_with_checkpoint_of_rank_0(output):
+    return train(output, resume=rank() == 0)["error"]
+
+
+def test_ranks_that_resume_from_different_checkpoints_are_refused(run, tmp_path):
+    run(tmp_path, world="ddp")
+    before = contents_of(tmp_path)
+    errors = run(tmp_path, world="ddp", function=_start_with_checkpoint_of_rank_0)
+    assert all("the ranks resume from different checkpoints" in error for error in errors)
+    assert contents_of(tmp_path) == before
 
 
 @SINGLE

@@ -5,10 +5,11 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.ranks.harness import context, free_port
-from tests.saving.runs import names_in, on, rank, steps_in, train, wait_for
+from tests.saving.runs import BEST, names_in, on, rank, steps_in, train, wait_for
 
 SLOW = pytest.mark.slow
 
@@ -114,3 +115,91 @@ def test_when_the_launcher_dies_all_ranks_save_the_same_step_and_exit_with_85(fs
         wait_for(tmp_path / f"error-{number}")
         assert os.readlink(tmp_path / f"error-{number}") == "SystemExit(85)"
     assert len(steps_in(tmp_path / "run")) == 1
+
+
+def _send(trainer=None):
+    """Send SIGTERM to the last rank."""
+    if rank() == int(os.environ.get("WORLD_SIZE", "1")) - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _signal_in_step_3(trainer):
+    on(trainer, "on_step_begin", lambda state, control: state.global_step == 2 and _send())
+
+
+def _signal_in_step_3_and_evaluate_in_on_save(trainer):
+    on(trainer, "on_save", lambda state, control: trainer.evaluate())
+    _signal_in_step_3(trainer)
+
+
+def _signal_in_the_evaluation_in_on_save(trainer):
+    on(trainer, "on_save", lambda state, control: trainer.evaluate())
+    on(trainer, "on_prediction_step", lambda state, control: state.global_step == 2 and _send())
+
+
+def _signal_in_an_evaluation(trainer):
+    on(trainer, "on_prediction_step", lambda state, control: state.global_step == 2 and _send())
+
+
+def _signal_twice(trainer):
+    _signal_in_step_3(trainer)
+    on(trainer, "on_save", lambda state, control: state.global_step == 3 and _send())
+
+
+def _signal_in_an_evaluation_and_evaluate_at_the_end(trainer):
+    _signal_in_an_evaluation(trainer)
+    on(trainer, "on_train_end", lambda state, control: trainer.evaluate())
+
+
+def _signal_workers_too(trainer):
+    def send(state, control):
+        if state.global_step == 2:
+            workers = psutil.Process().children()
+            assert len(workers) == 2
+            for process in [*workers, psutil.Process()]:
+                process.terminate()
+
+    on(trainer, "on_step_begin", send)
+
+
+ONE_BATCH = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 100}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "options"),
+    [
+        (_signal_in_step_3_and_evaluate_in_on_save, {}),
+        (_signal_in_the_evaluation_in_on_save, {}),
+        (_signal_in_an_evaluation, ONE_BATCH),
+        (_signal_in_an_evaluation_and_evaluate_at_the_end, ONE_BATCH),
+        (_signal_twice, {}),
+        (_signal_workers_too, {"dataloader_num_workers": 2}),
+    ],
+)
+@pytest.mark.parametrize("world", ["fsdp", "one"])
+def test_a_signal_at_an_odd_moment_saves_step_3_and_exits_with_85(
+    run, tmp_path, world, prepare, options
+):
+    options = {"world": world, "max_steps": 6, **options}
+    errors = run(tmp_path / "run", prepare=prepare, expect_failure=True, **options)
+    assert errors == [("SystemExit", "85")] * {"fsdp": 2, "one": 1}[world]
+    assert steps_in(tmp_path / "run") == [2, 3]
+    assert names_in(tmp_path / "run") == ["checkpoint-2", "checkpoint-3"]
+
+
+def _evaluate_and_signal_at_the_end(trainer):
+    signal.signal(signal.SIGTERM, lambda number, frame: trainer.notes.append("former handler"))
+    trainer.compute_metrics = lambda _: {"score": trainer.state.global_step}
+
+    def evaluate(state, control):
+        on(trainer, "on_prediction_step", lambda state, control: _send())
+        trainer.evaluate()
+
+    on(trainer, "on_train_end", evaluate)
+
+
+def test_a_signal_after_the_best_model_is_loaded_saves_no_other_step(run, tmp_path):
+    options = BEST | {"save_strategy": "best", "prepare": _evaluate_and_signal_at_the_end}
+    (result,) = run(tmp_path, world="one", **options)
+    assert result["best"][1] == 2 and result["notes"] == ["former handler"]
+    assert steps_in(tmp_path) == [2]
