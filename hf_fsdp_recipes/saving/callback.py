@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.errors import CheckpointError, ExportError
 from hf_fsdp_recipes.export.directory import (
     check_is_own,
     publish,
@@ -137,9 +137,10 @@ class ShardedCheckpointCallback(TrainerCallback):
                 "save_on_each_node is set, but all nodes must share output_dir. Remove it, or "
                 "remove ShardedCheckpointCallback."
             )
-        of_ranks = distributed.gather(checkpoint)
-        if len(set(of_ranks)) > 1:
-            raise CheckpointError(f"the ranks resume from different checkpoints: {of_ranks}.")
+        if set(distributed.gather(checkpoint)) != {checkpoint}:
+            raise CheckpointError(
+                f"the ranks resume from different checkpoints, this one from {checkpoint}."
+            )
         self._run_id = distributed.run_on_main(
             lambda: self._claim(directory, trainer.args.auto_find_batch_size, checkpoint)
         )
@@ -169,6 +170,8 @@ class ShardedCheckpointCallback(TrainerCallback):
             run_id = read_run_id(Path(checkpoint))
         run_id = run_id or secrets.token_hex(8)
         for export_dir in self._exports:
+            if export_dir == directory.path.resolve():
+                raise ExportError(f"{export_dir} is output_dir. Choose another export_dir.")
             check_is_own(export_dir, run_id)
         directory.open(run_id, checkpoint, step)
         return run_id

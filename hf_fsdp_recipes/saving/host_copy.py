@@ -176,6 +176,8 @@ def identify(tensor: Tensor) -> tuple[object, object]:
         local.device,
         local.data_ptr(),
         local.stride(),
+        local.is_conj(),
+        local.is_neg(),
     )
     return form, view
 

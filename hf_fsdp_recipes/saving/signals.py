@@ -1,10 +1,8 @@
 """Tells all ranks, once per step, whether any rank got a signal and whether a save has failed."""
 
-import mmap
 import os
 import signal
 import threading
-import time
 from typing import Any
 
 import psutil
@@ -39,7 +37,6 @@ class StepFlags:
         self._process = os.getpid()
         self.told = 0
         self._signal = 0
-        self._is_signaled = mmap.mmap(-1, 1)  # forks see it, too
         self._flags = torch.zeros(2, dtype=torch.int32)
         self._work: dist.Work | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -55,16 +52,9 @@ class StepFlags:
     def _record(self, number: int, frame: object) -> None:
         if os.getpid() == self._process:
             self._signal = number
-            self._is_signaled[0] = 1
-            return
-        # A fork has the handler, too. If all processes get a signal, this one needs the workers of
-        # its data loader until the state is saved. The next signal ends them.
-        signal.signal(number, signal.SIG_DFL)
-        for _ in range(10):
-            if self._is_signaled[0]:
-                return
-            time.sleep(0.1)
-        signal.raise_signal(number)
+        elif number == signal.SIGTERM:  # a fork has the handler, too; it ignores SIGUSR1
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def _watch(self, ranks: list[int]) -> None:
         """If the launcher ends, get SIGTERM. Soon after another of its ranks has ended, end."""

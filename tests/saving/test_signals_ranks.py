@@ -1,5 +1,6 @@
 """A signal on one rank, or the launcher's death, makes all ranks save the same step and stop."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -152,12 +153,15 @@ def _signal_in_an_evaluation_and_evaluate_at_the_end(trainer):
 
 
 def _signal_workers_too(trainer):
+    multiprocessing.current_process()._config["daemon"] = False  # to be allowed to have workers
+    multiprocessing.set_start_method("fork", force=True)  # as on Linux, unlike in these tests
+
     def send(state, control):
         if state.global_step == 2:
             workers = psutil.Process().children()
             assert len(workers) == 2
             for process in [*workers, psutil.Process()]:
-                process.terminate()
+                process.send_signal(signal.SIGUSR1)
 
     on(trainer, "on_step_begin", send)
 
@@ -191,11 +195,14 @@ def _evaluate_and_signal_at_the_end(trainer):
     signal.signal(signal.SIGTERM, lambda number, frame: trainer.notes.append("former handler"))
     trainer.compute_metrics = lambda _: {"score": trainer.state.global_step}
 
+    best = []
+
     def evaluate(state, control):
-        on(trainer, "on_prediction_step", lambda state, control: _send())
+        best.append(state.best_global_step)
         trainer.evaluate()
 
     on(trainer, "on_train_end", evaluate)
+    on(trainer, "on_prediction_step", lambda state, control: best and _send())
 
 
 def test_a_signal_after_the_best_model_is_loaded_saves_no_other_step(run, tmp_path):
