@@ -111,7 +111,7 @@ class Run(TrainerCallback):
         control: TrainerControl,
         **_: object,
     ) -> None:
-        """Put the run's id into Trainer's state. If the run is complete, let Trainer skip epochs."""
+        """Put the run's id into Trainer's state. Let Trainer skip the epochs of a complete run."""
         states: Any = state.stateful_callbacks  # annotated as a list, but a dict
         states[STATE_KEY] = {"run": self.run_id}
         self._locate_best()

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from hf_fsdp_recipes.saving import signals
 from tests.saving.runs import on, rank, train
 
 CRASH_STEP = 5
@@ -34,6 +35,8 @@ def wait(where):
 
 
 def main(output, how, where):
+    signals.LAST_WORDS_SECONDS = 1.0
+
     def crash_or_wait(state, control):
         if state.global_step == CRASH_STEP:
             if rank() == 0:

@@ -12,6 +12,8 @@ import pytest
 
 from tests.saving.runs import contents_of, digests_in, names_in, steps_in
 
+SLOW = pytest.mark.slow
+
 
 def _state_of(status):
     return f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
@@ -58,7 +60,9 @@ def _cut_power_at_each_final_name(trainer):
     sys.addaudithook(see)
 
 
-@pytest.mark.parametrize("world", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow), "one"])
+@pytest.mark.parametrize(
+    "world", ["fsdp", pytest.param("ddp", marks=SLOW), pytest.param("one", marks=SLOW)]
+)
 def test_after_a_power_cut_each_checkpoint_and_export_is_whole(run, tmp_path, world):
     options = {"world": world, "save_total_limit": 1, "callback": {"export_dir": tmp_path / "end"}}
     whole = run(tmp_path / "run", prepare=_cut_power_at_each_final_name, **options)
