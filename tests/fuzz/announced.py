@@ -100,9 +100,15 @@ def is_export_refused(context: Context, _: Difference) -> bool:
 
 
 def is_not_finite(context: Context, _: Difference) -> bool:
-    """Whether weights are not finite, with which stock trains on."""
+    """Whether weights are not finite, with which stock trains on.
+
+    A callback's error may end the run before ours does.
+    """
     is_error = context.ours.outcome in ("CheckpointError", "ExportError")
-    return is_error and "NaN" in context.ours.value and "nan" in context.actions
+    is_ours = is_error and "NaN" in context.ours.value
+    return "nan" in context.actions and (
+        is_ours or context.actions & {"raise", "interrupt"} != set()
+    )
 
 
 def is_config_refused(context: Context, _: Difference) -> bool:
