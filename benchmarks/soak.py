@@ -146,7 +146,7 @@ class Soak:
                 published = self._kill(choose, kind, output, 1 - latest / NUM_STEPS)
                 latest = check_checkpoints(output, max(latest, published))
             result = self.finish(kind, output, Board())
-            self.check_result(result, kind, f"checkpoint-{latest}" if latest else None)
+            self.check_result(result, kind, latest)
             check_checkpoints(output, NUM_STEPS)
             left = [path.name for path in output.iterdir() if path.name.startswith("_")]
             if left:  # a kill before the last deletion leaves one checkpoint more than the limit
@@ -192,16 +192,22 @@ class Soak:
         _wait(pids, pids)  # if the launcher is dead, they are children of this process
         return board.published[0]
 
-    def check_result(self, result: dict[str, Any] | None, kind: Kind, resumed: str | None) -> None:
+    def check_result(self, result: dict[str, Any] | None, kind: Kind, step: int) -> None:
         """Raise a Violation if a run is not as it should be.
 
-        It has failed, was resumed elsewhere, or has another result than the uninterrupted one.
+        It has failed, was resumed at another step, or has another result than the uninterrupted
+        one.
         """
+        from hf_fsdp_recipes.saving.directory import step_of
+
         if result is None:
             raise Violation("the resumed run failed")
-        self.counts["resumed runs"] += resumed is not None
-        wanted = self.reference(kind).result | {"resumed": resumed}
-        for key in ("resumed", "losses", "weights", "optimizer"):
+        self.counts["resumed runs"] += step > 0
+        found = step_of(Path(result["resumed"])) if result["resumed"] else 0
+        if found != step:
+            raise Violation(f"resumed at step {found} instead of {step}")
+        wanted = self.reference(kind).result
+        for key in ("losses", "weights", "optimizer"):
             if result[key] != wanted[key]:
                 raise Violation(f"{key}: {result[key]} instead of {wanted[key]}")
 
@@ -239,7 +245,7 @@ class Soak:
                 result = self.finish(kind, directory / "run", Board())
                 outcome = "without effect" if result else f"that end the resumed run, {way}"
                 if result:
-                    self.check_result(result, kind, checkpoint.name)
+                    self.check_result(result, kind, NUM_STEPS - 1)
             if (directory / "canary").exists():
                 raise Violation("code from the checkpoint ran")
             shutil.rmtree(directory)
