@@ -4,8 +4,7 @@
 
 Saves a sharded Llama in bf16 with AdamW from gloo ranks of one machine: as Accelerate does for
 Trainer, and as ShardedCheckpointCallback does, with idle and with busy cores. Copies the same state
-to memory. All of these alternate in one run; all saves end fsynced. Prints a table and, with two
-ranks only, rewrites its section of docs/measured.md.
+to memory. All of these alternate in one run; all saves end fsynced. Prints a table.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.running import machine, sharded_llama, write_section
+from benchmarks.running import machine, sharded_llama
 from hf_fsdp_recipes.saving.directory import sync
 from tests.ranks.harness import run_ranks
 from tests.ranks.memory import PeakMemory
@@ -52,8 +51,6 @@ def main() -> None:
         f"{machine()}"
     )
     print("\n".join(lines))
-    if options.ranks == [2]:
-        write_section("Saving", lines)
 
 
 def measure(num_parameters: float, directory: Path) -> dict[str, float]:
