@@ -82,8 +82,6 @@ class Run(TrainerCallback):
         """
         with self._opened:
             self._opened.callback(self._saver.close)
-            self._flags = StepFlags(self._callback.signals)
-            self._opened.push(self._flags.close)
             self.trainer.add_callback(self)
             self._opened.callback(self.trainer.remove_callback, self)
             self._replace(FINALIZE, self._finalize)
@@ -111,13 +109,15 @@ class Run(TrainerCallback):
         control: TrainerControl,
         **_: object,
     ) -> None:
-        """Put the run's id into Trainer's state. Let Trainer skip the epochs of a complete run."""
+        """Install the signal handlers. If the run is complete, let Trainer skip its epochs."""
         states: Any = state.stateful_callbacks  # annotated as a list, but a dict
         states[STATE_KEY] = {"run": self.run_id}
         self._locate_best()
         self._kept_best = _best(state)
         if self.trainer.is_fsdp_enabled:
             train_like_one_process(self.trainer.model)
+        self._flags = StepFlags(self._callback.signals)
+        self._opened.push(self._flags.close)
         # Whether the run had all of its steps when it was started.
         self.is_complete = state.max_steps <= state.global_step
         if self.is_complete:
