@@ -149,7 +149,7 @@ def write_configs(
         save_as_it_came(model.generation_config, directory)
 
 
-def save_as_it_came(config: GenerationConfig, directory: PathLike) -> None:
+def save_as_it_came(config: GenerationConfig, directory: PathLike, **_: object) -> None:
     """Write a generation config, also one that its `save_pretrained` refuses."""
     config.to_json_file(Path(directory, GENERATION_CONFIG_NAME))
 

@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import CheckpointError, ExportError
+from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.export.directory import (
     check_is_own,
     publish,
@@ -137,15 +137,11 @@ class ShardedCheckpointCallback(TrainerCallback):
                 "save_on_each_node is set, but all nodes must share output_dir. Remove it, or "
                 "remove ShardedCheckpointCallback."
             )
-        if set(distributed.gather(checkpoint)) != {checkpoint}:
-            raise CheckpointError(
-                f"the ranks resume from different checkpoints, this one from {checkpoint}."
-            )
-        self._run_id = distributed.run_on_main(
-            lambda: self._claim(directory, trainer.args.auto_find_batch_size, checkpoint)
-        )
         self._is_training = True
         try:
+            self._run_id = distributed.run_on_main(
+                lambda: self._claim(directory, trainer.args.auto_find_batch_size, checkpoint)
+            )
             if is_sharded(trainer) and "save_model" not in vars(trainer):
                 trainer.save_model = partial(_save_model, trainer, trainer.save_model)
             result = Run(self, trainer, directory, self._run_id).train(loop)
@@ -170,8 +166,6 @@ class ShardedCheckpointCallback(TrainerCallback):
             run_id = read_run_id(Path(checkpoint))
         run_id = run_id or secrets.token_hex(8)
         for export_dir in self._exports:
-            if export_dir == directory.path.resolve():
-                raise ExportError(f"{export_dir} is output_dir. Choose another export_dir.")
             check_is_own(export_dir, run_id)
         directory.open(run_id, checkpoint, step)
         return run_id
@@ -195,7 +189,7 @@ class ShardedCheckpointCallback(TrainerCallback):
                 model,
                 unpublished,
                 dtype=self._export_dtype,
-                tokenizer=run.trainer.processing_class,
+                tokenizer=run.processor,
                 merge_adapter=bool(merge_adapter),
             )
             final = distributed.run_on_main(partial(publish, written, export_dir, facts))

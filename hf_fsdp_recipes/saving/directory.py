@@ -135,7 +135,6 @@ class OutputDirectory:
         if resumed is not None and Path(resumed).absolute().parent.samefile(self.path):
             others = []
         if others:
-            self.close()
             raise CheckpointError(
                 f"{self.path} holds {others[0].name} of an earlier run. Resume it with "
                 "--resume_from_checkpoint auto, in a script with "
@@ -144,7 +143,6 @@ class OutputDirectory:
             )
         self._clean()
         if resumed is not None and not Path(resumed).exists():
-            self.close()
             raise CheckpointError(
                 f"{resumed} was unfinished, and is deleted. Start again: resume with "
                 "latest_checkpoint(output_dir)."
@@ -168,6 +166,9 @@ class OutputDirectory:
     def begin(self, step: int) -> Path:
         """Return the empty directory in which the checkpoint of a step is to be written.
 
+        `checkpoint-<step>` leads to it until `hide` is called. So other callbacks can read its
+        files, and add files.
+
         If this step is already saved, that checkpoint is renamed to `checkpoint-0<step>` until it
         is replaced. This is still a checkpoint's name, so a kill loses nothing.
         """
@@ -179,18 +180,12 @@ class OutputDirectory:
                 self._delete(_replaced(final))
             final.rename(_replaced(final))
         written.mkdir(parents=True)
+        self._take_over(written)
+        final.symlink_to(Path(WORKSPACE, written.name))
         return written
 
-    def expose(self, written: Path) -> None:
-        """Let `checkpoint-<step>` lead to the unfinished checkpoint, until `hide` is called.
-
-        So other callbacks can read its files, and add files.
-        """
-        self._take_over(written)
-        (self.path / written.name).symlink_to(Path(WORKSPACE, written.name))
-
     def hide(self, written: Path) -> None:
-        """End what `expose` began."""
+        """Let `checkpoint-<step>` no longer lead to the unfinished checkpoint."""
         if _is_exposed(self.path / written.name):
             (self.path / written.name).unlink()
 

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 from accelerate.utils import extract_model_from_parallel
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     GenerationConfig,
     Trainer,
@@ -29,6 +30,8 @@ from hf_fsdp_recipes.saving.saver import Save, Saver, check_finite
 from hf_fsdp_recipes.saving.signals import StepFlags
 from hf_fsdp_recipes.training.units import train_like_one_process
 from hf_fsdp_recipes.upstream.transformers_internals import (
+    DETERMINE_BEST,
+    EVALUATE,
     FINALIZE,
     PUSH_CHECKPOINT,
     RUN_EPOCH,
@@ -60,6 +63,9 @@ class Run(TrainerCallback):
     ) -> None:
         self.trainer = trainer
         self.run_id = run_id
+        self.processor = trainer.processing_class or getattr(
+            trainer.data_collator, "tokenizer", None
+        )
         self._callback = callback
         self._directory = directory
         self._saver = Saver(directory)
@@ -111,7 +117,8 @@ class Run(TrainerCallback):
     ) -> None:
         """Install the signal handlers. If the run is complete, let Trainer skip its epochs."""
         states: Any = state.stateful_callbacks  # annotated as a list, but a dict
-        states[STATE_KEY] = {"run": self.run_id}
+        is_evaluation_due = states.get(STATE_KEY, {}).get("evaluate")
+        states[STATE_KEY] = {"run": self.run_id, "evaluate": False}
         self._locate_best()
         self._kept_best = _best(state)
         if self.trainer.is_fsdp_enabled:
@@ -124,12 +131,18 @@ class Run(TrainerCallback):
             distributed.print_main(
                 f"the run is complete: checkpoint-{state.global_step} has all of its steps"
             )
+            control.should_training_stop = True
+        if is_evaluation_due:
+            metrics = getattr(self.trainer, EVALUATE)(None, None)
+            getattr(self.trainer, DETERMINE_BEST)(metrics=metrics, trial=None)
+            self._locate_best()
+        if control.should_training_stop:
             # Otherwise, Trainer would train one more step of an unfinished epoch.
             self._replace(RUN_EPOCH, lambda run_epoch, **_: None)
-            control.should_training_stop = True
 
     def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         """Start the exchange that tells all ranks of a signal or a failed save on any rank."""
+        self._can_stop = False
         if not self._flags.told:
             ended = self._save and self._save.ended
             self._flags.start(bool(ended and ended.done() and ended.exception()))
@@ -151,49 +164,35 @@ class Run(TrainerCallback):
             self._settle()
             self._stop_if_hopeless()
         if self._flags.told:
-            distributed.print_main(
-                f"stopping at step {state.global_step} on signal {self._flags.told}"
-            )
-            control.should_save = True
+            control.should_save = self._saved_step != state.global_step
             control.should_training_stop = True
-            control.should_evaluate = False
+
+    on_epoch_end = on_step_end
 
     def on_prediction_step(self, *_: object, **__: object) -> None:
-        """If any rank got a signal during an evaluation, save and exit.
+        """If any rank got a signal, end an evaluation: save and exit. The resumed run evaluates.
 
-        But not during one that another callback has begun while it saves, or at the end.
+        But do not end one that another callback has begun while it saves, or at the end.
         """
-        if not self._can_stop or self._flags.told or self._is_saving():
+        if not self._can_stop or self._is_saving():
             return
         self._flags.finish()
         if not self._flags.told:
             self._flags.start(False)
             return
+        self._can_stop = False
         trainer = self.trainer
-        step = trainer.state.global_step
-        distributed.print_main(f"stopping in an evaluation at step {step} on a signal")
         events = (trainer.args, trainer.state, trainer.control)
-        if step != self._saved_step:
-            getattr(trainer, SAVE_CHECKPOINT)(trainer.model, None)
-            trainer.callback_handler.on_save(*events)
+        states: Any = trainer.state.stateful_callbacks
+        states[STATE_KEY]["evaluate"] = trainer.control.should_evaluate
+        getattr(trainer, SAVE_CHECKPOINT)(trainer.model, None)
+        trainer.callback_handler.on_save(*events)
         trainer.callback_handler.on_train_end(*events)
 
     def on_evaluate(self, *_: object, **__: object) -> None:
         """Finish the save in flight: if it failed, its metric must not be the best so far."""
         if not self._is_saving():
             self._settle()
-
-    def on_epoch_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        """After a signal, do not evaluate, and do not save the same step a second time."""
-        if self._flags.told:
-            control.should_evaluate = False
-            control.should_save = self._saved_step != state.global_step
 
     def save_checkpoint(self, by_trainer: Callable[[], None]) -> None:
         """Save a checkpoint in place of `Trainer._save_checkpoint`. Collective."""
@@ -202,8 +201,7 @@ class Run(TrainerCallback):
         state = trainer.state
         self._settle()
         self._saved_step = state.global_step
-        callbacks = trainer.callback_handler.callbacks
-        callbacks.append(callbacks.pop(callbacks.index(self)))  # others may have been added
+        self._come_last()
         self._stop_if_hopeless()
         self._locate_best()
         save = Save(
@@ -220,12 +218,14 @@ class Run(TrainerCallback):
         )
         self._save = save
         is_gathered = trainer.is_fsdp_enabled and not is_sharded(trainer)
+        for module in trainer.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # on all ranks, even if one fails before it would in its save
         try:
             distributed.run_on_main(lambda: self._directory.begin(save.step))
             with nullcontext() if is_gathered else distributed.agreed():
                 self._write_small_files(save, by_trainer)
             self._saver.start(save, self._is_asynchronous)
-            distributed.run_on_main(lambda: self._directory.expose(save.written))
         except Exception as error:
             if is_gathered:
                 raise  # as in stock Trainer: other ranks may still wait for this one
@@ -262,7 +262,7 @@ class Run(TrainerCallback):
             state.save_to_json(str(file))
             if save.state:
                 model = extract_model_from_parallel(trainer.model, keep_torch_compile=False)
-                write_description(save.written, model, trainer.processing_class)
+                write_description(save.written, model, self.processor)
 
     def on_save(self, *_: object, **__: object) -> None:
         """Let the save be completed: all other callbacks have added their files."""
@@ -278,6 +278,13 @@ class Run(TrainerCallback):
             if trainer.args.push_to_hub and self._error is None:
                 getattr(trainer, PUSH_CHECKPOINT)(str(self._path_of(save.step)))
 
+    on_step_begin = on_save  # another callback may have saved without Trainer's event
+
+    def _come_last(self) -> None:
+        """Be the last callback again: others may have been added."""
+        callbacks = self.trainer.callback_handler.callbacks
+        callbacks.append(callbacks.pop(callbacks.index(self)))
+
     def _is_saving(self) -> bool:
         """Return whether callbacks may still add files to the save in flight."""
         return self._save is not None and self._save.ended is None
@@ -285,6 +292,7 @@ class Run(TrainerCallback):
     def _finalize(self, by_trainer: Callable, *args: object, **kwargs: object) -> Any:
         """Finish the save in flight before Trainer loads the best model."""
         self._can_stop = False
+        self._come_last()
         self._settle()
         state = self.trainer.state
         _set_best(state, distributed.from_main(_best(state)))

@@ -37,6 +37,8 @@ PUSH_CHECKPOINT = "_push_from_checkpoint"  # uploads a checkpoint if `hub_strate
 SAVE_CHECKPOINT = "_save_checkpoint"  # saves a checkpoint
 RUN_EPOCH = "_run_epoch"  # trains an epoch
 INTERNAL_CALL = "_internal_call"  # argument of `save_model`: Trainer saves a checkpoint
+EVALUATE = "_evaluate"  # evaluates as in training, with callbacks and scheduler
+DETERMINE_BEST = "_determine_best_metric"  # notes the best metric and its step
 FINALIZE = "_finalize_training"  # loads the best model after the last epoch
 # Attributes of Trainer that `ShardedCheckpointCallback` replaces in one trainer while it trains.
 REPLACED = (GET_OUTPUT_DIR, PUSH_CHECKPOINT, SAVE_CHECKPOINT, RUN_EPOCH, FINALIZE)

@@ -27,7 +27,6 @@ def _save(run, step, published):
     (written / "part").mkdir()
     (written / "part" / "data").write_bytes(os.urandom(10))
     (written / "trainer_state.json").write_text("{}")
-    run.expose(written)
     (run.path / written.name / "extra").write_text("of another callback")
     run.hide(written)
     files = {

@@ -279,18 +279,6 @@ def _run_out_of_memory_with_4_rows(trainer):
     on(trainer, "on_step_begin", fail)
 
 
-def _start_with_checkpoint_of_rank_0(output):
-    return train(output, resume=rank() == 0)["error"]
-
-
-def test_ranks_that_resume_from_different_checkpoints_are_refused(run, tmp_path):
-    run(tmp_path, world="ddp")
-    before = contents_of(tmp_path)
-    errors = run(tmp_path, world="ddp", function=_start_with_checkpoint_of_rank_0)
-    assert all("the ranks resume from different checkpoints" in error for error in errors)
-    assert contents_of(tmp_path) == before
-
-
 @SINGLE
 def test_a_run_that_finds_its_batch_size_is_resumed_with_the_size_that_it_found(
     run, tmp_path, world

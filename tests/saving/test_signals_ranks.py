@@ -1,5 +1,6 @@
 """A signal on one rank, or the launcher's death, makes all ranks save the same step and stop."""
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -210,3 +211,39 @@ def test_a_signal_after_the_best_model_is_loaded_saves_no_other_step(run, tmp_pa
     (result,) = run(tmp_path, world="one", **options)
     assert result["best"][1] == 2 and result["notes"] == ["former handler"]
     assert steps_in(tmp_path) == [2]
+
+
+def _improve_until_step_4(trainer):
+    """Let step 4 have the best model, and the rate depend on the metric."""
+    scores = {2: 3, 4: 1, 6: 2}
+    trainer.compute_metrics = lambda _: {"score": scores[trainer.state.global_step]}
+    on(
+        trainer,
+        "on_evaluate",
+        lambda state, control: trainer.notes.append((state.global_step, state.best_global_step)),
+    )
+
+
+def _improve_and_signal(trainer, event, step):
+    _improve_until_step_4(trainer)
+    on(trainer, event, lambda state, control: state.global_step == step and _send())
+
+
+@pytest.mark.parametrize("world", ["fsdp", "one"])
+@pytest.mark.parametrize(
+    ("event", "step"), [("on_prediction_step", 4), ("on_step_begin", 3), ("on_step_begin", 5)]
+)
+def test_an_evaluation_that_a_signal_ends_is_made_up_for(run, tmp_path, world, event, step):
+    options = BEST | {"world": world, "max_steps": 6, "lr_scheduler_type": "reduce_lr_on_plateau"}
+    options |= {"lr_scheduler_kwargs": {"patience": 0}, "per_device_eval_batch_size": 1}
+    whole = run(tmp_path / "whole", prepare=_improve_until_step_4, **options)
+    signal_then = functools.partial(_improve_and_signal, event=event, step=step)
+    stopped = run(tmp_path / "run", prepare=signal_then, expect_failure=True, **options)
+    assert stopped == [("SystemExit", "85")] * len(whole)
+    resumed = run(tmp_path / "run", prepare=_improve_until_step_4, **options)
+    for result, expected in zip(resumed, whole, strict=True):
+        for key in ("weights", "losses", "optimizer"):
+            assert result[key] == expected[key]
+        assert result["best"][:2] == expected["best"][:2] == (1, 4)
+        assert result["notes"] == expected["notes"][-len(result["notes"]) :]
+        assert (4, 2) in result["notes"] or step == 5
