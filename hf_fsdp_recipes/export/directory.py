@@ -62,11 +62,11 @@ def _start(temporary: Path, wanted: Path, held: ExitStack) -> None:
     """Create the directory and lock it. Delete those of exports that were killed."""
     for leftover in wanted.parent.glob(f".{wanted.name}{TEMPORARY}*"):
         stream = lock(leftover / LOCK)
-        if stream is not None:
+        if stream:
             rmtree(leftover, ignore_errors=True)
             stream.close()
     stream = lock(temporary / LOCK)
-    if stream is not None:
+    if stream:
         held.enter_context(stream)
 
 

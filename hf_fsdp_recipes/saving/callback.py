@@ -137,11 +137,11 @@ class ShardedCheckpointCallback(TrainerCallback):
                 "save_on_each_node is set, but all nodes must share output_dir. Remove it, or "
                 "remove ShardedCheckpointCallback."
             )
+        self._run_id = distributed.run_on_main(
+            lambda: self._claim(directory, trainer.args.auto_find_batch_size, checkpoint)
+        )
         self._is_training = True
         try:
-            self._run_id = distributed.run_on_main(
-                lambda: self._claim(directory, trainer.args.auto_find_batch_size, checkpoint)
-            )
             if is_sharded(trainer) and "save_model" not in vars(trainer):
                 trainer.save_model = partial(_save_model, trainer, trainer.save_model)
             result = Run(self, trainer, directory, self._run_id).train(loop)
@@ -160,14 +160,18 @@ class ShardedCheckpointCallback(TrainerCallback):
         """
         step = 0
         run_id = self._run_id if is_repeated else None
-        if checkpoint is not None:
+        if checkpoint:
             state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
             step = state.global_step
             run_id = read_run_id(Path(checkpoint))
         run_id = run_id or secrets.token_hex(8)
         for export_dir in self._exports:
             check_is_own(export_dir, run_id)
-        directory.open(run_id, checkpoint, step)
+        try:
+            directory.open(run_id, checkpoint, step)
+        except Exception:
+            directory.close()
+            raise
         return run_id
 
     def export(self, run: Run) -> None:

@@ -130,7 +130,10 @@ class OutputDirectory:
             self._lock = lock(self.workspace / LOCK)
         if self._lock is None:
             raise CheckpointError(f"another run trains in {self.path}. End it first.")
-        found = list_checkpoints(self.path)
+        # A callback may have written to a directory of that name, too.
+        found = [
+            path for path in list_checkpoints(self.path) if (path / TRAINER_STATE_NAME).exists()
+        ]
         others = [path for path in found if read_run_id(path) != run]
         if resumed is not None and Path(resumed).absolute().parent.samefile(self.path):
             others = []
@@ -158,7 +161,7 @@ class OutputDirectory:
 
     def close(self) -> None:
         """Delete the workspace and unlock the directory. In a fork, do nothing."""
-        if self._lock is not None and not self._lock.closed:
+        if self._lock and not self._lock.closed:
             self._clean()
             rmtree(self.workspace, ignore_errors=True)
             self._lock.close()

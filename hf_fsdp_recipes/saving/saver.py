@@ -90,9 +90,7 @@ class Saver:
         save.ended = self._threads.submit(self._complete, save)
 
     def close(self) -> None:
-        """Wait for the threads, even after another Ctrl-C, and free the host memory."""
-        with suppress(KeyboardInterrupt):
-            self._threads.shutdown()
+        """Wait for the threads and free the host memory."""
         self._threads.shutdown()
         self._host_copy.close()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_fsdp_recipes.errors import CheckpointError
 from tests.ranks.harness import start_ranks
 from tests.saving.runs import (
     BEST,
@@ -293,6 +294,22 @@ def test_a_save_without_on_save_is_complete_also_if_trainer_saves_the_same_step(
     result = run(tmp_path, world=world, prepare=_save_without_on_save)[0]
     assert result["error"] is None and steps_in(tmp_path) == [2, 3, 4]
     assert names_in(tmp_path) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+
+
+def _save_step_3_and_fail_in_step_7(trainer):
+    _save_without_on_save(trainer)
+
+    def fail(state, control):
+        if state.global_step == 6:
+            raise CheckpointError("a bad row")
+
+    on(trainer, "on_step_begin", fail)
+
+
+def test_a_save_without_on_save_is_complete_if_the_run_fails_later(run, tmp_path):
+    options = {"max_steps": 8, "save_strategy": "no", "prepare": _save_step_3_and_fail_in_step_7}
+    assert run(tmp_path, world="one", **options)[0]["error"] == "a bad row"
+    assert steps_in(tmp_path) == [3, 4] and names_in(tmp_path) == ["checkpoint-3", "checkpoint-4"]
 
 
 def _write_after_saving(trainer):

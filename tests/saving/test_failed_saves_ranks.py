@@ -234,3 +234,45 @@ def test_a_save_that_fails_while_fsdp_gathers_the_state_ends_the_run(run, tmp_pa
     errors = run(tmp_path, **options)
     assert ("OSError", "[Errno 28] No space left on device") in errors
     assert steps_in(tmp_path) == []
+
+
+def _fail_on_one_rank_after_an_evaluation(trainer):
+    save = trainer.save_model
+    trainer.save_model = lambda output, **options: (
+        _fail()
+        if rank() == 1 and trainer.state.global_step == 2 and options
+        else save(output, **options)
+    )
+
+
+def test_a_save_that_fails_on_one_rank_after_an_evaluation_fails_on_all(run, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 2}
+    whole = run(tmp_path / "whole", **options)
+    results = run(tmp_path / "run", prepare=_fail_on_one_rank_after_an_evaluation, **options)
+    assert steps_in(tmp_path / "run") == [4] and "No space left" in results[0]["warnings"][0]
+    assert [result["weights"] for result in results] == [result["weights"] for result in whole]
+
+
+def _fail_and_let_a_callback_write(trainer, is_careful):
+    """Fail to save step 2. A callback writes a file, and makes the directory if it is careful."""
+
+    def write(state, control):
+        checkpoint = Path(trainer.args.output_dir, f"checkpoint-{state.global_step}")
+        if is_careful:
+            checkpoint.mkdir(exist_ok=True)
+        (checkpoint / "average.bin").write_text("mine")
+
+    on(trainer, "on_save", write)
+    save = trainer._save_rng_state
+    trainer._save_rng_state = lambda output: (
+        _fail() if output.endswith("checkpoint-2") else save(output)
+    )
+
+
+@pytest.mark.parametrize("is_careful", [False, True])
+def test_what_a_callback_writes_into_a_failed_save_is_no_checkpoint(run, tmp_path, is_careful):
+    prepare = functools.partial(_fail_and_let_a_callback_write, is_careful=is_careful)
+    result = run(tmp_path, world="one", prepare=prepare)[0]
+    assert result["error"] is None and "No space left" in result["warnings"][0]
+    assert steps_in(tmp_path) == [4] and names_in(tmp_path) == ["checkpoint-4"]
+    assert (tmp_path / "checkpoint-4" / "average.bin").is_file()

@@ -292,3 +292,11 @@ def test_a_run_that_finds_its_batch_size_is_resumed_with_the_size_that_it_found(
     shutil.rmtree(tmp_path / "checkpoint-4")
     (resumed,) = run(tmp_path, 1, world=world, **options)
     assert resumed == whole | {"resumed": "checkpoint-2", "warnings": []}
+
+
+@SINGLE
+def test_a_directory_with_the_name_of_a_checkpoint_stops_no_run(run, tmp_path, world):
+    (tmp_path / "checkpoint-0").mkdir()
+    (tmp_path / "checkpoint-0" / "model.safetensors").touch()
+    assert run(tmp_path, 1, world=world)[0]["error"] is None
+    assert names_in(tmp_path) == ["checkpoint-0", "checkpoint-2", "checkpoint-4"]
