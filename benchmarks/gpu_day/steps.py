@@ -233,7 +233,7 @@ def save(day: Day, model: str, name: str, settings: Mapping[str, Any], num_steps
 
         setattr(owner, name, timed)
 
-    time_calls(Run, "_save_checkpoint", "training stands still s")
+    time_calls(Run, "save_checkpoint", "training stands still s")
     time_calls(HostCopy, "take", "of these, copying s")
     time_calls(Saver, "_write", "writing in the background s")
     watch = SaveWatch(day.output(name), 4 if day.is_small else num_steps, spans, facts)

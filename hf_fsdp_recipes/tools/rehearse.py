@@ -60,6 +60,7 @@ def rehearse(
 
     Fields of the recipe can follow, such as `--dataset_name my_rows.jsonl`.
     """
+    from hf_fsdp_recipes.saving.directory import MANIFEST
     from hf_fsdp_recipes.tools.generate import complete
 
     with tempfile.TemporaryDirectory(prefix="hf-fsdp-rehearsal-") as temporary:
@@ -75,7 +76,7 @@ def rehearse(
         num_ranks = 4 if "parallelism_config" in read_settings(template) else 2
         arguments += [f"--num_processes={num_ranks}", *SMALL]
         print("train, and kill all ranks after the first checkpoint", flush=True)
-        last_file = run / f"checkpoint-{SAVE_STEPS}" / "trainer_state.json"
+        last_file = run / f"checkpoint-{SAVE_STEPS}" / MANIFEST
         train(template, arguments, directory, last_file.exists)
         print("resume and export", flush=True)
         text = train(template, arguments, directory)
