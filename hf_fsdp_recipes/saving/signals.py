@@ -42,12 +42,13 @@ class StepFlags:
         self._previous: dict[signal.Signals, Any] = {}
         self._is_closed = threading.Event()
         ranks = distributed.gather(self._process)
+        self._watcher = threading.Thread(target=self._watch, args=[ranks], daemon=True)
         if listen and threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) is not None:  # else Python could not restore it
                     self._previous[number] = signal.signal(number, self._record)
             if "TORCHELASTIC_RUN_ID" in os.environ:  # other parents may end, such as a shell
-                threading.Thread(target=self._watch, args=[ranks], daemon=True).start()
+                self._watcher.start()
 
     def _record(self, number: int, frame: object) -> None:
         if os.getpid() == self._process:
@@ -100,6 +101,8 @@ class StepFlags:
         They get a signal that came too late to be told, unless an error of this `kind` is raised.
         """
         self._is_closed.set()
+        if self._watcher.is_alive():
+            self._watcher.join()  # at once
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._signal and not self.told and kind is None:
