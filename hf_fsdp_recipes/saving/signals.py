@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -42,13 +43,13 @@ class StepFlags:
         self._previous: dict[signal.Signals, Any] = {}
         self._is_closed = threading.Event()
         ranks = distributed.gather(self._process)
-        self._watcher = threading.Thread(target=self._watch, args=[ranks], daemon=True)
+        self._watcher = ThreadPoolExecutor(1, "watch")
         if listen and threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) is not None:  # else Python could not restore it
                     self._previous[number] = signal.signal(number, self._record)
             if "TORCHELASTIC_RUN_ID" in os.environ:  # other parents may end, such as a shell
-                self._watcher.start()
+                self._watcher.submit(self._watch, ranks)
 
     def _record(self, number: int, frame: object) -> None:
         if os.getpid() == self._process:
@@ -101,8 +102,7 @@ class StepFlags:
         They get a signal that came too late to be told, unless an error of this `kind` is raised.
         """
         self._is_closed.set()
-        if self._watcher.is_alive():
-            self._watcher.join()  # at once
+        self._watcher.shutdown()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._signal and not self.told and kind is None:
