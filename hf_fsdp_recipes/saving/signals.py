@@ -92,7 +92,7 @@ class StepFlags:
             self._work.wait()
             self._work = None
         number, any_failed = self._flags.tolist()
-        self._flags = torch.zeros(2, dtype=torch.int32)
+        self._flags.zero_()
         self.told = self.told or number
         return bool(any_failed)
 
