@@ -17,6 +17,7 @@ SIMILAR = {
     "llama2_70b_alpaca_full",
     "llama2_70b_chat_full",
     "llama2_70b_lora_gaudi",
+    "llama2_7b_alpaca_full",
     "llama2_7b_size_wrap",
     "llama3_70b_qlora",
     "llama3_8b_full",

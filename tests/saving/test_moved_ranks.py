@@ -31,7 +31,7 @@ def _be_best_at_step_2(trainer):
         pytest.param("fsdp", shutil.move, marks=SLOW),
         ("fsdp", _rsync),
         pytest.param("ddp", shutil.copytree, marks=SLOW),
-        ("one", _link),
+        pytest.param("one", _link, marks=SLOW),
     ],
 )
 def test_a_run_continues_where_its_directory_was_moved(run, tmp_path, world, move):
