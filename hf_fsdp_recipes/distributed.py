@@ -4,6 +4,7 @@ Only `host_group` needs a process group. Objects are sent over a separate gloo g
 They never go through an accelerator, where they would wait for queued kernels.
 """
 
+import atexit
 import contextlib
 import functools
 import os
@@ -61,6 +62,10 @@ def host_group(thread: str = "main") -> dist.ProcessGroup:
 @functools.lru_cache(maxsize=2)
 def _host_group_of(default: dist.ProcessGroup | None, thread: str) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
+# While Python ends, the threads of a group that is freed could not take its lock, and would abort.
+atexit.register(_host_group_of.cache_clear)
 
 
 def open_default_group(device: torch.device) -> None:

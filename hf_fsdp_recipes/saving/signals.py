@@ -43,7 +43,7 @@ class StepFlags:
         self._previous: dict[signal.Signals, Any] = {}
         self._is_closed = threading.Event()
         ranks = distributed.gather(self._process)
-        self._watcher = ThreadPoolExecutor(1, "watch")
+        self._watcher = ThreadPoolExecutor(1)
         if listen and threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) is not None:  # else Python could not restore it
@@ -93,8 +93,9 @@ class StepFlags:
             self._work = None
         number, any_failed = self._flags.tolist()
         self._flags.zero_()
-        self.told = self.told or number
-        return bool(any_failed)
+        if number:
+            self.told = number
+        return any_failed
 
     def close(self, kind: object, *_: object) -> None:
         """Restore the previous signal handlers.
