@@ -64,7 +64,8 @@ def _host_group_of(default: dist.ProcessGroup | None, thread: str) -> dist.Proce
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
-# While Python ends, the threads of a group that is freed could not take its lock, and would abort.
+# The threads of a group free tensors, for which they need the interpreter's lock. While the
+# interpreter shuts down, they would abort the process instead, so the groups are freed before.
 atexit.register(_host_group_of.cache_clear)
 
 
