@@ -159,7 +159,11 @@ def accept(checkpoint: Path) -> list[str]:
         raise CheckpointError(f"{checkpoint} is no directory.")
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        logger.warning("%s does not say any more how many rows a step has", checkpoint)
+        logger.warning(
+            "the manifest of %s is lost, and with it the number of rows of a step. Check "
+            "gradient_accumulation_steps if you resume with another number of ranks.",
+            checkpoint,
+        )
         manifest = {"step": step_of(checkpoint), "files": {}}
     files = {}
     for path in checkpoint.rglob("*"):

@@ -257,9 +257,8 @@ class Run(TrainerCallback):
         if not save.state:
             weights = trainer.model.named_parameters()
             check_finite(item for item in weights if item[1].requires_grad)
-        file = save.written / TRAINER_STATE_NAME
         if trainer.args.should_save:
-            state.save_to_json(str(file))
+            state.save_to_json(str(save.written / TRAINER_STATE_NAME))
             if save.state:
                 model = extract_model_from_parallel(trainer.model, keep_torch_compile=False)
                 write_description(save.written, model, self.processor)

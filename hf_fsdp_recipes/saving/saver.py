@@ -172,7 +172,7 @@ class Saver:
             name = str(path.relative_to(save.written))
             if name == MANIFEST:
                 raise CheckpointError(
-                    f"a callback wrote {name}, which is the checkpoint's own file"
+                    f"a callback wrote {name}, a name that this package uses. Rename its file."
                 )
             if path.is_file() and not path.is_symlink() and name not in files:
                 files[name] = hash_small_file(path)

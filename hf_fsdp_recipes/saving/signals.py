@@ -22,8 +22,8 @@ class StepFlags:
     All ranks learn of a flag in the same step. The exchange is one all-reduce of two integers in
     host memory. It starts before the optimizer step and runs during the step.
 
-    After a rank has crashed, the launcher sends SIGTERM to the others. They might wait for the
-    crashed one for ever, and never save. So a thread ends them. Collective to create.
+    After a rank has crashed, the launcher sends SIGTERM to the others. They cannot save, because
+    they may wait forever for the crashed rank, so a thread ends them. Collective to create.
 
     Args:
         listen: whether to install handlers for STOP_SIGNALS, and to get SIGTERM if the launcher

@@ -40,8 +40,16 @@ INTERNAL_CALL = "_internal_call"  # argument of `save_model`: Trainer saves a ch
 EVALUATE = "_evaluate"  # evaluates as in training, with callbacks and scheduler
 DETERMINE_BEST = "_determine_best_metric"  # notes the best metric and its step
 FINALIZE = "_finalize_training"  # loads the best model after the last epoch
-# Attributes of Trainer that `ShardedCheckpointCallback` replaces in one trainer while it trains.
-REPLACED = (GET_OUTPUT_DIR, PUSH_CHECKPOINT, SAVE_CHECKPOINT, RUN_EPOCH, FINALIZE)
+# Methods of Trainer that `ShardedCheckpointCallback` calls, or replaces while a trainer trains.
+USED = (
+    GET_OUTPUT_DIR,
+    PUSH_CHECKPOINT,
+    SAVE_CHECKPOINT,
+    RUN_EPOCH,
+    FINALIZE,
+    EVALUATE,
+    DETERMINE_BEST,
+)
 
 
 def metrics_of(trainer: Any) -> dict[str, dict]:
@@ -50,10 +58,10 @@ def metrics_of(trainer: Any) -> dict[str, dict]:
 
 
 def check_trainer() -> None:
-    """Raise a PatchError if Trainer lacks a method that `ShardedCheckpointCallback` replaces."""
+    """Raise a PatchError if Trainer lacks a method that `ShardedCheckpointCallback` needs."""
     from transformers import Trainer
 
-    for name in REPLACED:
+    for name in USED:
         check(
             hasattr(Trainer, name),
             "transformers",

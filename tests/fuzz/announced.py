@@ -99,16 +99,16 @@ def is_export_refused(context: Context, _: Difference) -> bool:
     return is_error and is_there and "no export of this run" in context.ours.value
 
 
-def is_not_finite(context: Context, _: Difference) -> bool:
+def is_not_finite(context: Context, found: Difference) -> bool:
     """Whether weights are not finite, with which stock trains on.
 
     A callback's error may end the run before ours does.
     """
     is_error = context.ours.outcome in ("CheckpointError", "ExportError")
     is_ours = is_error and "NaN" in context.ours.value
-    return "nan" in context.actions and (
-        is_ours or context.actions & {"raise", "interrupt"} != set()
-    )
+    is_raised = not context.actions.isdisjoint({"raise", "interrupt"})
+    is_of_save = found.kind.startswith(("missing ", "what ", "state.best"))
+    return "nan" in context.actions and (is_ours or (is_raised and is_of_save))
 
 
 def is_config_refused(context: Context, _: Difference) -> bool:

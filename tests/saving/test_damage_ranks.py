@@ -157,7 +157,7 @@ def test_what_a_person_changed_is_accepted_by_the_command_that_the_warning_names
     arguments = re.search(r"hf-fsdp (checkpoints \S+ --accept \S+)", caplog.text)[1].split()
     accepted = CliRunner().invoke(cli.app, arguments)
     assert accepted.exit_code == 0, accepted.output
-    is_warned = "does not say any more how many rows a step has" in caplog.text
+    is_warned = "and with it the number of rows of a step" in caplog.text
     assert is_warned == (len(kept) == 1)
     assert latest_checkpoint(output) == str(checkpoint)
     assert steps_in(output) == [2, 4]
