@@ -189,7 +189,7 @@ class BackgroundSaver:
         with redirected(self._trainer, written.parent) as save.state:
             save_as_trainer(self._trainer, written)
         self._saver.start(save, asynchronous=True)
-        distributed.gather(None)
+        distributed.run_on_main(lambda: self._directory.hide(written))
         self._saver.complete(save)
         return save
 
