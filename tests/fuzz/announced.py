@@ -13,6 +13,7 @@ from tests.fuzz.session import Step
 from tests.fuzz.trainers import EXPORT_DIR
 from tests.fuzz.values import NOT_FINITE
 
+CHECKPOINT_PATH = re.compile(r'"?[\w/.-]*checkpoint-\d+"?')
 EARLIER_RUN = re.compile(r"holds (checkpoint-\d+) of an earlier run")
 MODEL_FILES = (
     "pytorch_model_fsdp_0/.metadata",
@@ -87,9 +88,17 @@ def keeps_latest(context: Context, found: Difference) -> bool:
 
 
 def sets_aside(context: Context, found: Difference) -> bool:
-    """Whether later checkpoints were renamed, which stock writes over, or leaves and counts."""
+    """Whether later checkpoints were renamed, which stock writes over, or leaves and counts.
+
+    If stock leaves one, it may later take it for the best one of that step.
+    """
     is_of_files = found.kind.startswith(("missing ", "extra ")) or "can be read" in found.kind
-    return is_of_files and has_set_aside(context)
+    is_of_best = "best" in found.kind and without_paths(found.stock) == without_paths(found.ours)
+    return (is_of_files or is_of_best) and has_set_aside(context)
+
+
+def without_paths(text: str) -> str:
+    return CHECKPOINT_PATH.sub("null", text).replace("None", "null")
 
 
 def is_export_refused(context: Context, _: Difference) -> bool:
