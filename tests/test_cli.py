@@ -174,6 +174,7 @@ def test_checkpoints_are_listed_and_verify_finds_damage(tmp_path):
     for step in (5, 10, 12):
         checkpoint = tmp_path / f"checkpoint-{step}"
         checkpoint.mkdir()
+        (checkpoint / "trainer_state.json").write_text("{}")
         (checkpoint / "a.bin").write_bytes(b"weights")
         facts = {"a.bin": read_facts(checkpoint / "a.bin")}
         (checkpoint / "manifest.json").write_text(
@@ -189,7 +190,7 @@ def test_checkpoints_are_listed_and_verify_finds_damage(tmp_path):
     assert [row[0] for row in rows] == ["step", "5", "10", "12", "15"]
     assert [row[2] for row in rows[1:]] == ["2", "2", "2", "?"]
     assert [row[3] for row in rows[1:4]] == ["complete", "complete", "a.bin is missing or cut off"]
-    assert "no readable manifest" in rows[4][3]
+    assert "no trainer_state.json" in rows[4][3]
     verified = run(cli.app, ["checkpoints", str(tmp_path), "--verify"]).output.splitlines()
     assert verified[1].endswith("complete")
     assert (
@@ -197,7 +198,7 @@ def test_checkpoints_are_listed_and_verify_finds_damage(tmp_path):
         in verified[2]
     )
     accepted = run(cli.app, ["checkpoints", str(tmp_path), "--accept", "10", "--verify"]).output
-    assert accepted.splitlines()[0] == "accepted: a.bin"
+    assert accepted.splitlines()[0] == "accepted: a.bin, trainer_state.json"
     assert accepted.splitlines()[3].endswith("complete")
 
 

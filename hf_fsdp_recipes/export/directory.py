@@ -3,6 +3,7 @@
 It has a temporary name until all files are written. Then it gets the first free name.
 """
 
+import filecmp
 import json
 import os
 import secrets
@@ -114,8 +115,9 @@ def check_is_own(export_dir: Path, run_id: str) -> None:
 def publish(written: Path, export_dir: Path, facts: Mapping[str, object]) -> Path:
     """Make an export the newest one of its run. Rank 0 only.
 
-    An earlier export of the run is set aside. If something else has appeared there during training,
-    the export gets the next free name. `facts` are those that `read_run` returns.
+    An earlier export of the run is set aside, or kept if it has the same bytes. If something else
+    has appeared there during training, the export gets the next free name. `facts` are those that
+    `read_run` returns.
 
     Returns:
         The export's path.
@@ -124,8 +126,18 @@ def publish(written: Path, export_dir: Path, facts: Mapping[str, object]) -> Pat
     sync(written / RUN_FILE)
     sync(written)
     if read_run(export_dir).get("run") == facts["run"]:
+        if _is_equal(written, export_dir):
+            rmtree(written)
+            return export_dir
         set_aside(export_dir)
     return _rename_to_free_name(written, export_dir)
+
+
+def _is_equal(written: Path, export_dir: Path) -> bool:
+    """Return whether all files of an export are in an earlier one, with the same bytes."""
+    names = [path.relative_to(written) for path in written.rglob("*") if path.is_file()]
+    equal, _, _ = filecmp.cmpfiles(written, export_dir, names, shallow=False)
+    return len(equal) == len(names)
 
 
 def write_configs(

@@ -21,8 +21,7 @@ from hf_fsdp_recipes.errors import ExportError, describe, explained
 from hf_fsdp_recipes.export.files import DTYPES, OptionalDtype
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.fill import FSDP_PLACEMENTS
-from hf_fsdp_recipes.saving.directory import MANIFEST
-from hf_fsdp_recipes.saving.resume import check_pickles, find_damage
+from hf_fsdp_recipes.saving.resume import check_pickles
 from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS, TensorStorageMetadata
 
 
@@ -130,15 +129,8 @@ def from_checkpoint(directory: Path) -> Sources:
     """Return the tensors of a DCP checkpoint.
 
     Their names omit the top-level key `model` that Accelerate adds, if it is there. Raise an
-    ExportError if a file differs from the manifest, or if a pickle can run code.
+    ExportError if a pickle can run code.
     """
-    checkpoint = directory.parent
-    if (checkpoint / MANIFEST).is_file():
-        damage = find_damage(checkpoint, prefix=directory.name)
-        if damage:
-            raise ExportError(
-                f"{checkpoint} cannot be exported: {damage}. Export another checkpoint."
-            )
     with explained(ExportError, f"{directory} is unusable"):
         check_pickles(directory)
     reader = dcp.FileSystemReader(directory)

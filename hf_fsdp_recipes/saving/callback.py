@@ -15,11 +15,10 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import CheckpointError
+from hf_fsdp_recipes.errors import CheckpointError, ExportError
 from hf_fsdp_recipes.export.directory import (
     check_is_own,
     publish,
-    read_run,
 )
 from hf_fsdp_recipes.export.export import export_model, parse_dtype
 from hf_fsdp_recipes.loading.load_model import check_fsdp_version
@@ -100,6 +99,10 @@ class ShardedCheckpointCallback(TrainerCallback):
         patches.enable_cpu_ranks()
         patches.apply_for_saving()
 
+    def on_init_end(self, args: Any, *_: object, **__: object) -> None:
+        """Delete what a killed run left unfinished: `resume_from_checkpoint=True` would take it."""
+        distributed.run_on_main(OutputDirectory(Path(args.output_dir)).heal)
+
     def on_train_begin(self, *_: object, **__: object) -> None:
         """Note that training has begun.
 
@@ -137,14 +140,14 @@ class ShardedCheckpointCallback(TrainerCallback):
                 "save_on_each_node is set, but all nodes must share output_dir. Remove it, or "
                 "remove ShardedCheckpointCallback."
             )
-        self._run_id = distributed.run_on_main(
-            lambda: self._claim(directory, trainer.args.auto_find_batch_size, checkpoint)
-        )
-        self._is_training = True
         try:
+            self._run_id = distributed.run_on_main(
+                lambda: self._claim(directory, trainer.args.auto_find_batch_size, checkpoint)
+            )
+            self._is_training = True
             if is_sharded(trainer) and "save_model" not in vars(trainer):
                 trainer.save_model = partial(_save_model, trainer, trainer.save_model)
-            result = Run(self, trainer, directory, self._run_id).train(loop)
+            result = Run(self, trainer, directory, self._run_id, checkpoint).train(loop)
             self._run_id = None
         finally:
             self._is_training = False
@@ -166,12 +169,10 @@ class ShardedCheckpointCallback(TrainerCallback):
             run_id = read_run_id(Path(checkpoint))
         run_id = run_id or secrets.token_hex(8)
         for export_dir in self._exports:
+            if export_dir == directory.path.resolve():
+                raise ExportError(f"export_dir is output_dir, {export_dir}. Choose another one.")
             check_is_own(export_dir, run_id)
-        try:
-            directory.open(run_id, checkpoint, step)
-        except Exception:
-            directory.close()
-            raise
+        directory.open(run_id, checkpoint, step)
         return run_id
 
     def export(self, run: Run) -> None:
@@ -179,13 +180,10 @@ class ShardedCheckpointCallback(TrainerCallback):
         self.exported = []
         model = run.trainer.model
         step = run.trainer.state.global_step
-        facts = {"run": run.run_id, "step": step, "dtype": str(self._export_dtype)}
+        facts = {"run": run.run_id, "step": step}
         for merge_adapter, export_dir in enumerate(self._exports):
             if merge_adapter and not hasattr(model, "peft_config"):
                 break
-            if run.is_complete and distributed.from_main(read_run(export_dir)) == facts:
-                distributed.print_main(f"{export_dir} holds this model already")
-                continue
             unpublished = export_dir.with_name(f".{export_dir.name}-{run.run_id}")
             # A kill may have left one.
             distributed.run_on_main(partial(rmtree, unpublished, ignore_errors=True))

@@ -130,11 +130,7 @@ class OutputDirectory:
             self._lock = lock(self.workspace / LOCK)
         if self._lock is None:
             raise CheckpointError(f"another run trains in {self.path}. End it first.")
-        # A callback may have written to a directory of that name, too.
-        found = [
-            path for path in list_checkpoints(self.path) if (path / TRAINER_STATE_NAME).exists()
-        ]
-        others = [path for path in found if read_run_id(path) != run]
+        others = [path for path in self._list_saved() if read_run_id(path) != run]
         if resumed is not None and Path(resumed).absolute().parent.samefile(self.path):
             others = []
         if others:
@@ -145,12 +141,7 @@ class OutputDirectory:
                 "output_dir."
             )
         self._clean()
-        if resumed is not None and not Path(resumed).exists():
-            raise CheckpointError(
-                f"{resumed} was unfinished, and is deleted. Start again: resume with "
-                "latest_checkpoint(output_dir)."
-            )
-        for path in found:
+        for path in list_checkpoints(self.path):  # also what a killed run has left of one
             if step_of(path) > step:
                 logger.warning(
                     "training continues at step %d, so %s is renamed to %s",
@@ -158,6 +149,13 @@ class OutputDirectory:
                     path,
                     set_aside(path).name,
                 )
+
+    def heal(self) -> None:
+        """Delete what a killed run left unfinished, if there is any and no other run trains."""
+        if self.workspace.exists():
+            with suppress(OSError):
+                self._lock = lock(self.workspace / LOCK)
+                self.close()
 
     def close(self) -> None:
         """Delete the workspace and unlock the directory. In a fork, do nothing."""
@@ -242,22 +240,26 @@ class OutputDirectory:
         if _replaced(final).exists():
             _replaced(final).rename(final)
 
-    def prune(self, keep: int | None, best: str | None) -> None:
+    def prune(self, keep: int | None, needed: tuple[int | None, ...]) -> None:
         """Delete the oldest checkpoints until `keep` are left, as Trainer does.
 
-        Never deletes the latest or the best one. If `keep` is None or not positive, deletes none.
+        Never deletes those of the `needed` steps. If `keep` is None or not positive, deletes none.
         If a checkpoint cannot be deleted, warns.
         """
         if keep is None or keep <= 0:
             return
-        found = list_checkpoints(self.path)
-        best_name = None if best is None else Path(best).name
-        oldest = [path for path in reversed(found[1:]) if path.name != best_name]
+        found = self._list_saved()
+        oldest = [path for path in reversed(found) if step_of(path) not in needed]
         for checkpoint in oldest[: max(0, len(found) - keep)]:
             try:
                 self._delete(checkpoint)
             except OSError as error:
                 logger.warning("%s cannot be deleted: %s", checkpoint, error)
+
+    def _list_saved(self) -> list[Path]:
+        """Return the checkpoints, but no directory of that name to which only a callback wrote."""
+        found = list_checkpoints(self.path)
+        return [path for path in found if (path / TRAINER_STATE_NAME).exists()]
 
     def _delete(self, checkpoint: Path) -> None:
         """Delete a checkpoint, so that a kill meanwhile leaves no partial `checkpoint-<step>`."""

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WEIGHT_FILES = ("pytorch_model_fsdp_0", "model", "adapter_model")  # how their names begin
+
 
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     """Return the latest checkpoint from which a run can safely resume.
@@ -50,19 +52,14 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
         The checkpoint's directory, or None if no checkpoint is usable. With None, training starts
         from step 0.
     """
-    rank = 0
-    world_size = 1
-    if distributed.is_distributed():
-        rank = distributed.rank()
-        world_size = distributed.world_size()
     # A rank that cannot read the directory must not leave the others waiting.
-    checkpoints = list_checkpoints(Path(output_dir)) if rank == 0 else []
+    decides = distributed.is_main() or not distributed.is_distributed()
+    checkpoints = list_checkpoints(Path(output_dir)) if decides else []
     for checkpoint in distributed.from_main(checkpoints):
-        of_ranks = distributed.gather(find_damage(checkpoint, rank, world_size))
-        damage = next(filter(None, of_ranks), None)
+        damage = find_damage_together(checkpoint)
         if damage is None:
             return str(checkpoint)
-        if rank == 0:
+        if decides:
             logger.warning("%s is skipped: %s", checkpoint, damage)
     return None
 
@@ -103,13 +100,27 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[s
     args.gradient_accumulation_steps = steps
 
 
+def find_damage_together(checkpoint: Path, prefix: str | tuple[str, ...] = "") -> str | None:
+    """Do what `find_damage` does, but divide the files among the ranks.
+
+    Collective if the process group exists. Otherwise each rank reads all files.
+    """
+    rank = 0
+    world_size = 1
+    if distributed.is_distributed():
+        rank = distributed.rank()
+        world_size = distributed.world_size()
+    of_ranks = distributed.gather(find_damage(checkpoint, rank, world_size, prefix))
+    return next(filter(None, of_ranks), None)
+
+
 def find_damage(
     checkpoint: Path,
     part: int = 0,
     num_parts: int = 1,
-    prefix: str = "",
+    prefix: str | tuple[str, ...] = "",
 ) -> str | None:
-    """Check one part of the files whose names begin with `prefix`.
+    """Check one part of the files whose names begin with a `prefix`.
 
     Return what is wrong with them, or None if they are intact.
     """
@@ -120,6 +131,8 @@ def find_damage(
         has_state = (checkpoint / TRAINER_STATE_NAME).is_file()
         if has_state and any(checkpoint.glob("*.safetensors")) and not is_begun:
             return None  # Trainer alone wrote this checkpoint, without FSDP
+        if not has_state:
+            return f"it has no {TRAINER_STATE_NAME}, so it is no checkpoint"
         return (
             "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it. "
             f"If its files are all there: {way_back}"
@@ -137,7 +150,8 @@ def find_damage(
         except (OSError, ValueError) as error:
             return f"{name} is unusable: {describe(error)}"
     # Also check `.metadata` files that the manifest does not list, because DCP would read them.
-    folders = sorted({path.parent for path in checkpoint.glob(f"{prefix}*/*.metadata")})
+    folders = sorted({path.parent for path in checkpoint.glob("*/*.metadata")})
+    folders = [folder for folder in folders if folder.name.startswith(prefix)]
     for folder in folders[part::num_parts]:
         try:
             check_pickles(folder)
@@ -153,10 +167,12 @@ def accept(checkpoint: Path) -> list[str]:
         The names of the files that are not as the callback has written them.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it holds a pipe or a device.
+        CheckpointError: there is no such checkpoint, it is unfinished, or it holds a pipe or a
+            device.
     """
-    if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint} is no directory.")
+    is_there = checkpoint in list_checkpoints(checkpoint.parent)
+    if not is_there or not (checkpoint / TRAINER_STATE_NAME).is_file():
+        raise CheckpointError(f"{checkpoint} is no complete checkpoint.")
     manifest = read_manifest(checkpoint)
     if manifest is None:
         logger.warning(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -24,8 +25,15 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import CheckpointError, WeightsError, describe
 from hf_fsdp_recipes.export.directory import save_as_it_came, write_description
-from hf_fsdp_recipes.saving.directory import STATE_KEY, OutputDirectory
+from hf_fsdp_recipes.saving.directory import (
+    MANIFEST,
+    STATE_KEY,
+    OutputDirectory,
+    list_checkpoints,
+    step_of,
+)
 from hf_fsdp_recipes.saving.recorder import is_sharded, redirected
+from hf_fsdp_recipes.saving.resume import WEIGHT_FILES, find_damage_together
 from hf_fsdp_recipes.saving.saver import Save, Saver, check_finite
 from hf_fsdp_recipes.saving.signals import StepFlags
 from hf_fsdp_recipes.training.units import train_like_one_process
@@ -33,9 +41,11 @@ from hf_fsdp_recipes.upstream.transformers_internals import (
     DETERMINE_BEST,
     EVALUATE,
     FINALIZE,
+    LOAD_RANDOM_STATE,
     PUSH_CHECKPOINT,
     RUN_EPOCH,
     SAVE_CHECKPOINT,
+    SAVE_RANDOM_STATE,
 )
 
 logger = logging.getLogger(__name__)
@@ -52,6 +62,7 @@ class Run(TrainerCallback):
         trainer: the trainer.
         directory: the run's output directory, which rank 0 has opened.
         run_id: the run's id.
+        checkpoint: the checkpoint from which the loop resumes.
     """
 
     def __init__(
@@ -60,6 +71,7 @@ class Run(TrainerCallback):
         trainer: Any,  # a Trainer
         directory: OutputDirectory,
         run_id: str,
+        checkpoint: str | None,
     ) -> None:
         self.trainer = trainer
         self.run_id = run_id
@@ -72,7 +84,8 @@ class Run(TrainerCallback):
         self._is_asynchronous = distributed.from_main(
             callback.asynchronous and not trainer.args.push_to_hub
         )
-        self._can_stop = False  # in an evaluation: in the first one nothing is lost
+        self._checkpoint = checkpoint
+        self._can_stop = False  # in an evaluation that Trainer begins after a step
         self._save: Save | None = None  # the save in flight
         self._saved_step = -1  # the step of the last save, in flight or ended
         self._error: BaseException | None = None  # of the last save
@@ -87,6 +100,8 @@ class Run(TrainerCallback):
         added their files.
         """
         with self._opened:
+            # This rank's random state before the evaluation that may be stopped.
+            self._random_state = self._opened.enter_context(TemporaryDirectory())
             self._opened.callback(self._saver.close)
             self.trainer.add_callback(self)
             self._opened.callback(self.trainer.remove_callback, self)
@@ -125,24 +140,25 @@ class Run(TrainerCallback):
             train_like_one_process(self.trainer.model)
         self._flags = StepFlags(self._callback.signals)
         self._opened.push(self._flags.close)
-        # Whether the run had all of its steps when it was started.
-        self.is_complete = state.max_steps <= state.global_step
-        if self.is_complete:
+        is_complete = 0 < state.max_steps <= state.global_step
+        if is_complete:
             distributed.print_main(
                 f"the run is complete: checkpoint-{state.global_step} has all of its steps"
             )
             control.should_training_stop = True
         if is_evaluation_due:
+            getattr(self.trainer, LOAD_RANDOM_STATE)(self._checkpoint)
             metrics = getattr(self.trainer, EVALUATE)(None, None)
             getattr(self.trainer, DETERMINE_BEST)(metrics=metrics, trial=None)
             self._locate_best()
+            getattr(self.trainer, SAVE_RANDOM_STATE)(self._random_state)
+            self._replace(LOAD_RANDOM_STATE, lambda load, _: load(self._random_state))
         if control.should_training_stop:
             # Otherwise, Trainer would train one more step of an unfinished epoch.
             self._replace(RUN_EPOCH, lambda run_epoch, **_: None)
 
     def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         """Start the exchange that tells all ranks of a signal or a failed save on any rank."""
-        self._can_stop = False
         if not self._flags.told:
             ended = self._save and self._save.ended
             self._flags.start(bool(ended and ended.done() and ended.exception()))
@@ -159,20 +175,23 @@ class Run(TrainerCallback):
         Raises:
             CheckpointError: weights are not finite, or several saves in a row have failed.
         """
-        self._can_stop = True
         if self._flags.finish():
             self._settle()
             self._stop_if_hopeless()
         if self._flags.told:
+            self._save_everything()
             control.should_save = self._saved_step != state.global_step
             control.should_training_stop = True
+        self._can_stop = control.should_evaluate
+        if self._can_stop:
+            getattr(self.trainer, SAVE_RANDOM_STATE)(self._random_state)
 
     on_epoch_end = on_step_end
 
     def on_prediction_step(self, *_: object, **__: object) -> None:
         """If any rank got a signal, end an evaluation: save and exit. The resumed run evaluates.
 
-        But do not end one that another callback has begun while it saves, or at the end.
+        But do not end one that another callback has begun.
         """
         if not self._can_stop or self._is_saving():
             return
@@ -184,10 +203,16 @@ class Run(TrainerCallback):
         trainer = self.trainer
         events = (trainer.args, trainer.state, trainer.control)
         states: Any = trainer.state.stateful_callbacks
-        states[STATE_KEY]["evaluate"] = trainer.control.should_evaluate
+        states[STATE_KEY]["evaluate"] = True
+        self._save_everything()
+        getattr(trainer, LOAD_RANDOM_STATE)(self._random_state)
         getattr(trainer, SAVE_CHECKPOINT)(trainer.model, None)
         trainer.callback_handler.on_save(*events)
         trainer.callback_handler.on_train_end(*events)
+
+    def _save_everything(self) -> None:
+        """Let a run that a signal stops continue as if it had not been stopped."""
+        self._opened.enter_context(mock.patch.object(self.trainer.args, "save_only_model", False))
 
     def on_evaluate(self, *_: object, **__: object) -> None:
         """Finish the save in flight: if it failed, its metric must not be the best so far."""
@@ -237,9 +262,12 @@ class Run(TrainerCallback):
         So the directory of a run may be moved.
         """
         state = self.trainer.state
-        path = self._path_of(state.best_global_step)
-        is_new = state.best_global_step == state.global_step
-        if distributed.from_main(is_new or path.is_dir()):
+        step = state.best_global_step
+        # A kill may have left `checkpoint-0<step>` only.
+        found = [path for path in list_checkpoints(self._directory.path) if step_of(path) == step]
+        if step == state.global_step:
+            found = [self._path_of(step)]
+        for path in distributed.from_main(found[:1]):
             state.best_model_checkpoint = str(path)
 
     def _write_small_files(self, save: Save, by_trainer: Callable[[], None]) -> None:
@@ -277,7 +305,10 @@ class Run(TrainerCallback):
             if trainer.args.push_to_hub and self._error is None:
                 getattr(trainer, PUSH_CHECKPOINT)(str(self._path_of(save.step)))
 
-    on_step_begin = on_save  # another callback may have saved without Trainer's event
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        """Let a save be completed that another callback has made without Trainer's event."""
+        self._can_stop = False
+        self.on_save()
 
     def _come_last(self) -> None:
         """Be the last callback again: others may have been added."""
@@ -300,8 +331,17 @@ class Run(TrainerCallback):
         values: dict[str, Any] = {"save_total_limit": None}
         if self._flags.told:
             values["load_best_model_at_end"] = False
+        elif arguments.load_best_model_at_end and state.best_model_checkpoint:
+            self._check_best(Path(state.best_model_checkpoint))
         with mock.patch.multiple(arguments, **values):
             return by_trainer(*args, **kwargs)
+
+    def _check_best(self, best: Path) -> None:
+        """Raise a CheckpointError if the best checkpoint is not as it was written. Collective."""
+        if distributed.from_main((best / MANIFEST).is_file()):
+            damage = find_damage_together(best, WEIGHT_FILES)
+            if damage:
+                raise CheckpointError(f"the best checkpoint, {best}, cannot be loaded: {damage}")
 
     def on_train_end(self, *_: object, **__: object) -> None:
         """Export the model unless a signal stopped the run. After a signal, exit.

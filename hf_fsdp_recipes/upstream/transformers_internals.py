@@ -40,6 +40,8 @@ INTERNAL_CALL = "_internal_call"  # argument of `save_model`: Trainer saves a ch
 EVALUATE = "_evaluate"  # evaluates as in training, with callbacks and scheduler
 DETERMINE_BEST = "_determine_best_metric"  # notes the best metric and its step
 FINALIZE = "_finalize_training"  # loads the best model after the last epoch
+SAVE_RANDOM_STATE = "_save_rng_state"  # writes this rank's random state to a directory
+LOAD_RANDOM_STATE = "_load_rng_state"  # restores it, or does nothing if it is not there
 # Methods of Trainer that `ShardedCheckpointCallback` calls, or replaces while a trainer trains.
 USED = (
     GET_OUTPUT_DIR,
@@ -49,6 +51,8 @@ USED = (
     FINALIZE,
     EVALUATE,
     DETERMINE_BEST,
+    SAVE_RANDOM_STATE,
+    LOAD_RANDOM_STATE,
 )
 
 

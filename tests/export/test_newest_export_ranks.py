@@ -3,12 +3,15 @@
 import functools
 import json
 import os
+import random
 import signal
+from pathlib import Path
 
 import pytest
 
 from tests.export.cases import assert_same_tensors, load
 from tests.ranks.harness import start_ranks
+from tests.saving.damage import damage
 from tests.saving.runs import (
     BEST,
     contents_of,
@@ -176,6 +179,54 @@ def test_each_trial_of_a_search_has_an_export_of_its_own(run, tmp_path, world):
         assert digests_in(export) == digests_in(export.with_name("checkpoint-4"))
     assert _described(exports[0])["run"] != _described(exports[1])["run"]
     assert not (tmp_path / "elsewhere").exists()
+
+
+@SINGLE
+def test_a_finished_run_that_is_started_again_exports_only_what_is_not_there(run, tmp_path, world):
+    options = BEST | {"callback": {"export_dir": tmp_path / "export"}, "world": world}
+    options["prepare"] = functools.partial(_end_before_the_export, how="no way")
+    run(tmp_path / "run", 1, **options | {"load_best_model_at_end": False})
+    assert digests_in(tmp_path / "export") == digests_in(tmp_path / "run" / "checkpoint-4")
+    run(tmp_path / "run", 1, **options)
+    best = digests_in(tmp_path / "run" / "checkpoint-2")
+    assert digests_in(tmp_path / "export") == best and len(_set_aside(tmp_path, "export")) == 1
+    before = contents_of(tmp_path)
+    run(tmp_path / "run", 1, **options)
+    assert contents_of(tmp_path) == before
+    (tmp_path / "export" / "model.safetensors").unlink()
+    run(tmp_path / "run", 1, **options)
+    assert digests_in(tmp_path / "export") == best
+
+
+def _damage_the_best(trainer, file):
+    """Let the disk damage the best checkpoint while step 4 is saved."""
+    _end_before_the_export(trainer, "no way")
+    path = Path(trainer.args.output_dir, "checkpoint-2", file)
+
+    def damage_best(state, control):
+        if state.global_step == 4:
+            damage(path, "flip", random.Random(0))
+
+    on(trainer, "on_save", damage_best)
+
+
+@pytest.mark.parametrize(
+    ("world", "file"),
+    [("fsdp", "pytorch_model_fsdp_0/__0_0.distcp"), ("one", "model.safetensors")],
+)
+def test_a_best_checkpoint_that_is_damaged_is_not_exported(run, tmp_path, world, file):
+    options = BEST | {"callback": {"export_dir": tmp_path / "export"}, "world": world}
+    options["prepare"] = functools.partial(_damage_the_best, file=file)
+    for result in run(tmp_path / "run", **options):
+        assert "checkpoint-2" in result["error"] and f"{file} is damaged" in result["error"]
+    assert names_in(tmp_path) == ["run"]
+    assert names_in(tmp_path / "run") == ["checkpoint-2", "checkpoint-4"]
+
+
+@SINGLE
+def test_the_output_directory_is_no_directory_for_the_export(run, tmp_path, world):
+    (result,) = run(tmp_path, 1, world=world, callback={"export_dir": tmp_path})
+    assert str(tmp_path) in result["error"] and result["step"] == 0 and names_in(tmp_path) == []
 
 
 class WaitingTokenizer:

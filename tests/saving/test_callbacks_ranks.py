@@ -19,6 +19,7 @@ from tests.saving.runs import (
     BEST,
     describe,
     digests_in,
+    make_trainer,
     names_in,
     on,
     rank,
@@ -164,6 +165,16 @@ def _die_in_the_second_on_save(trainer):
         on(trainer, "on_epoch_end", lambda state, control: setattr(control, "should_save", True))
 
 
+def _find_as_transformers_does(output):
+    """Return from which checkpoint a trainer resumes with `resume_from_checkpoint=True`."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from hf_fsdp_recipes import ShardedCheckpointCallback
+
+    make_trainer(output, [ShardedCheckpointCallback()])
+    return Path(get_last_checkpoint(str(output))).name
+
+
 @pytest.mark.parametrize("world", ["fsdp", "ddp"])
 @pytest.mark.parametrize("options", [{}, EPOCH], ids=["of step 4", "of step 2 again"])
 def test_a_kill_in_on_save_leaves_the_checkpoint_before_and_no_partial_one(
@@ -174,11 +185,12 @@ def test_a_kill_in_on_save_leaves_the_checkpoint_before_and_no_partial_one(
     for process in processes:
         process.join(60)
     assert processes[0].exitcode == -signal.SIGKILL
+    # The first of two checkpoints of one step has this name until the second is complete.
+    before = "checkpoint-02" if options else "checkpoint-2"
+    assert run(tmp_path, world=world, function=_find_as_transformers_does) == [before] * 2
     # Four steps: the run of one epoch is resumed for a second one.
     more = options and {"num_train_epochs": 2}
     resumed = run(tmp_path, world=world, **options | more)[0]
-    # The first of two checkpoints of one step has this name until the second is complete.
-    before = "checkpoint-02" if options else "checkpoint-2"
     assert resumed["resumed"] == before and resumed["error"] is None
     assert steps_in(tmp_path) == [2, 4]
     assert names_in(tmp_path) == [before, "checkpoint-4"]

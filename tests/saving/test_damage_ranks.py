@@ -177,9 +177,14 @@ def test_a_pipe_is_not_accepted(output, name):
     assert (checkpoint / "manifest.json").read_bytes() == before
 
 
-def test_a_checkpoint_that_is_not_there_is_not_accepted(output):
+@pytest.mark.parametrize("step", [3, 5, 6])
+def test_what_is_no_complete_checkpoint_is_not_accepted(output, step):
+    (output / "checkpoint-5").mkdir()  # a callback wrote to it
+    (output / "checkpoint-5" / "results.txt").write_text("good")
+    shutil.copytree(output / "checkpoint-4", output / "_saving" / "checkpoint-6")
+    (output / "checkpoint-6").symlink_to("_saving/checkpoint-6")  # it is being saved
     before = contents_of(output)
-    refused = CliRunner().invoke(cli.app, ["checkpoints", str(output), "--accept", "3"])
+    refused = CliRunner().invoke(cli.app, ["checkpoints", str(output), "--accept", str(step)])
     assert isinstance(refused.exception, RecipeError)
     assert "checkpoint-3" in str(refused.exception)
     assert contents_of(output) == before

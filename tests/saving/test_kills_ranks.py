@@ -34,7 +34,7 @@ def _save(run, step, published):
     }
     run.publish(written, {"step": step}, files)
     published[0] = step
-    run.prune(1, None)
+    run.prune(1, (step,))
 
 
 def _save_until_killed(output, event_of_kill, published):

@@ -300,3 +300,53 @@ def test_a_directory_with_the_name_of_a_checkpoint_stops_no_run(run, tmp_path, w
     (tmp_path / "checkpoint-0" / "model.safetensors").touch()
     assert run(tmp_path, 1, world=world)[0]["error"] is None
     assert names_in(tmp_path) == ["checkpoint-0", "checkpoint-2", "checkpoint-4"]
+
+
+def _write_results_of_later_steps(trainer):
+    """Write to a directory with the name of a checkpoint, before that step is saved."""
+
+    def write(state, control):
+        results = Path(trainer.args.output_dir, f"checkpoint-{state.global_step + 5}")
+        results.mkdir(parents=True)
+        (results / "results.txt").write_text("good")
+
+    on(trainer, "on_step_end", write)
+
+
+@SINGLE
+def test_what_callbacks_write_for_later_steps_makes_no_checkpoint_an_old_one(run, tmp_path, world):
+    options = {"save_total_limit": 1, "prepare": _write_results_of_later_steps}
+    run(tmp_path, 1, world=world, **options)
+    assert (tmp_path / "checkpoint-4" / "trainer_state.json").exists()
+    assert not (tmp_path / "checkpoint-2").exists()
+    assert (tmp_path / "checkpoint-9" / "results.txt").read_text() == "good"
+
+
+@SINGLE
+def test_what_a_killed_run_of_stock_left_of_a_checkpoint_is_no_part_of_the_next_one(
+    run, tmp_path, world
+):
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "adapter_model.safetensors").write_text("half")
+    (result,) = run(tmp_path, 1, world=world)
+    (aside,) = tmp_path.glob("_set-aside-*-checkpoint-2")
+    assert aside.name in result["warnings"][-1]
+    assert names_in(aside) == ["adapter_model.safetensors"]
+    assert "adapter_model.safetensors" not in names_in(tmp_path / "checkpoint-2")
+    assert steps_in(tmp_path) == [2, 4]
+
+
+@SINGLE
+def test_a_best_checkpoint_that_a_kill_left_under_its_other_name_is_kept_and_exported(
+    run, tmp_path, world
+):
+    options = BEST | {"world": world, "prepare": _be_best_at_step_2, "save_total_limit": 1}
+    run(tmp_path / "run", 1, **options)
+    best = digests_in(tmp_path / "run" / "checkpoint-2")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    # As after a kill while step 2 was saved again.
+    (tmp_path / "run" / "checkpoint-2").rename(tmp_path / "run" / "checkpoint-02")
+    (result,) = run(tmp_path / "run", 1, callback={"export_dir": tmp_path / "export"}, **options)
+    assert result["resumed"] == "checkpoint-02" and result["best"][1] == 2
+    assert names_in(tmp_path / "run") == ["checkpoint-02", "checkpoint-4"]
+    assert digests_in(tmp_path / "export") == best

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.ranks.harness import context, free_port
 from tests.saving.runs import BEST, names_in, on, rank, steps_in, train, wait_for
@@ -214,9 +215,13 @@ def test_a_signal_after_the_best_model_is_loaded_saves_no_other_step(run, tmp_pa
 
 
 def _improve_until_step_4(trainer):
-    """Let step 4 have the best model, and the rate depend on the metric."""
+    """Let step 4 have the best model, and the rate depend on the metric, which is sampled."""
     scores = {2: 3, 4: 1, 6: 2}
-    trainer.compute_metrics = lambda _: {"score": scores[trainer.state.global_step]}
+
+    def compute_metrics(_):
+        return {"score": scores[trainer.state.global_step], "sampled": float(torch.rand(()))}
+
+    trainer.compute_metrics = compute_metrics
     on(
         trainer,
         "on_evaluate",
@@ -247,3 +252,34 @@ def test_an_evaluation_that_a_signal_ends_is_made_up_for(run, tmp_path, world, e
         assert result["best"][:2] == expected["best"][:2] == (1, 4)
         assert result["notes"] == expected["notes"][-len(result["notes"]) :]
         assert (4, 2) in result["notes"] or step == 5
+
+
+def _signal_in_an_evaluation_of_a_callback(trainer):
+    """Evaluate in the middle of step 3, and send a signal in the first prediction step then."""
+    _evaluate_in_the_middle_of_step_3(trainer)
+    on(trainer, "on_prediction_step", lambda state, _: state.global_step == 2 and _send())
+
+
+def _evaluate_in_the_middle_of_step_3(trainer):
+    on(trainer, "on_substep_end", lambda state, _: state.global_step == 2 and trainer.evaluate())
+
+
+def test_a_signal_in_an_evaluation_of_a_callback_ends_the_run_after_the_step(run, tmp_path):
+    options = {"world": "one", "gradient_accumulation_steps": 2, "eval_strategy": "no"}
+    whole = run(tmp_path / "whole", prepare=_evaluate_in_the_middle_of_step_3, **options)
+    stopped = options | {"prepare": _signal_in_an_evaluation_of_a_callback}
+    assert run(tmp_path / "run", expect_failure=True, **stopped) == [("SystemExit", "85")]
+    assert steps_in(tmp_path / "run") == [2, 3]
+    (resumed,) = run(tmp_path / "run", prepare=_evaluate_in_the_middle_of_step_3, **options)
+    assert resumed["weights"] == whole[0]["weights"]
+
+
+@pytest.mark.parametrize("world", ["ddp", "one"])
+def test_a_signal_saves_all_state_even_if_other_saves_hold_the_model_only(run, tmp_path, world):
+    options = {"world": world, "save_only_model": True}
+    whole = run(tmp_path / "whole", **options)
+    signal_then = functools.partial(_improve_and_signal, event="on_step_begin", step=2)
+    run(tmp_path / "run", prepare=signal_then, expect_failure=True, **options)
+    resumed = run(tmp_path / "run", **options)
+    assert [result["resumed"] for result in resumed] == ["checkpoint-3"] * len(whole)
+    assert [result["weights"] for result in resumed] == [result["weights"] for result in whole]
