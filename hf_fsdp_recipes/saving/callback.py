@@ -140,11 +140,11 @@ class ShardedCheckpointCallback(TrainerCallback):
                 "save_on_each_node is set, but all nodes must share output_dir. Remove it, or "
                 "remove ShardedCheckpointCallback."
             )
+        self._run_id = distributed.run_on_main(
+            lambda: self._claim(directory, trainer.args.auto_find_batch_size, checkpoint)
+        )
+        self._is_training = True
         try:
-            self._run_id = distributed.run_on_main(
-                lambda: self._claim(directory, trainer.args.auto_find_batch_size, checkpoint)
-            )
-            self._is_training = True
             if is_sharded(trainer) and "save_model" not in vars(trainer):
                 trainer.save_model = partial(_save_model, trainer, trainer.save_model)
             result = Run(self, trainer, directory, self._run_id, checkpoint).train(loop)
@@ -172,7 +172,11 @@ class ShardedCheckpointCallback(TrainerCallback):
             if export_dir == directory.path.resolve():
                 raise ExportError(f"export_dir is output_dir, {export_dir}. Choose another one.")
             check_is_own(export_dir, run_id)
-        directory.open(run_id, checkpoint, step)
+        try:
+            directory.open(run_id, checkpoint, step)
+        except Exception:
+            directory.close()
+            raise
         return run_id
 
     def export(self, run: Run) -> None:

@@ -186,7 +186,7 @@ def test_what_is_no_complete_checkpoint_is_not_accepted(output, step):
     before = contents_of(output)
     refused = CliRunner().invoke(cli.app, ["checkpoints", str(output), "--accept", str(step)])
     assert isinstance(refused.exception, RecipeError)
-    assert "checkpoint-3" in str(refused.exception)
+    assert f"checkpoint-{step}" in str(refused.exception)
     assert contents_of(output) == before
 
 
