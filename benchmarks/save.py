@@ -197,13 +197,13 @@ class BackgroundSaver:
         """Copy the state to the memory of the last save; return the seconds. Collective."""
         import torch.distributed as dist
 
-        from hf_fsdp_recipes.saving.host_copy import find_originals
+        from hf_fsdp_recipes.saving.host_copy import find_tensors
         from hf_fsdp_recipes.saving.recorder import redirected
         from hf_fsdp_recipes.training.sharded_optimizer import local_part
 
         with redirected(self._trainer, self._directory.workspace) as state:
             save_as_trainer(self._trainer, self._directory.workspace)
-        originals = map(local_part, find_originals(state).values())
+        originals = map(local_part, find_tensors(state))
         copies = map(local_part, self._saver._host_copy._copies)
         pairs = list(zip(originals, copies, strict=True))
         dist.barrier()

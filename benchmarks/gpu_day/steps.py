@@ -28,7 +28,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.loading.load_model import load_model
 from hf_fsdp_recipes.metrics.metrics_file import read_metrics
 from hf_fsdp_recipes.saving.callback import ShardedCheckpointCallback
-from hf_fsdp_recipes.saving.host_copy import HostCopy, count_bytes, find_originals
+from hf_fsdp_recipes.saving.host_copy import HostCopy, count_bytes, find_tensors
 from hf_fsdp_recipes.saving.run import Run
 from hf_fsdp_recipes.saving.saver import Saver
 from hf_fsdp_recipes.training.arguments import parse_arguments
@@ -244,7 +244,7 @@ def save(day: Day, model: str, name: str, settings: Mapping[str, Any], num_steps
 
 def describe_copy(state: Any, facts: Figures) -> None:
     """Note the size of a copy of the state, and which share of it is pinned."""
-    tensors = [local_part(tensor) for tensor in find_originals(state).values()]
+    tensors = [local_part(tensor) for tensor in find_tensors(state)]
     num_bytes = count_bytes(tensors)
     num_pinned = 0
     if torch.cuda.is_available():

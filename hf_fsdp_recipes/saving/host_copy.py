@@ -50,11 +50,11 @@ class HostCopy:
 
         Every rank of the node calls this before any of them calls `take`, which allocates memory.
         """
-        originals = find_originals(state)
+        originals = find_tensors(state)
         if forms_of(originals) == self._forms:
             return
         # Other ranks need as much. What was allocated for another state is freed first.
-        needed_bytes = count_bytes(originals.values()) * self._num_ranks_on_node
+        needed_bytes = count_bytes(originals) * self._num_ranks_on_node
         left_bytes = available_host_bytes() + count_bytes(self._copies) * self._num_ranks_on_node
         if needed_bytes > USED_SHARE * left_bytes:
             raise CheckpointError(
@@ -71,19 +71,18 @@ class HostCopy:
                 of other values.
 
         Returns:
-            The state with tensors in host memory, of the same dtypes, shapes and placements. A
-            tensor with two names is copied once. Mappings become dicts. Other values are copied by
-            `copy.deepcopy`.
+            The state with tensors in host memory, of the same dtypes, shapes and placements.
+            Mappings become dicts. Other values are copied by `copy.deepcopy`.
         """
-        originals = find_originals(state)
+        originals = find_tensors(state)
         if forms_of(originals) != self._forms:
             self._allocate(originals)
-        copies = dict(zip(originals, self._copies, strict=True))
-        if any(tensor.device.type != "cpu" for tensor in originals.values()):
+        if any(tensor.device.type != "cpu" for tensor in originals):
             torch.accelerator.synchronize()  # other streams may still compute, in host memory too
-        for identity, original in originals.items():
-            local_part(copies[identity]).copy_(local_part(original))
-        return map_tensors(state, lambda tensor: copies[identify(tensor)])
+        for original, memory in zip(originals, self._copies, strict=True):
+            local_part(memory).copy_(local_part(original))
+        copies = iter(self._copies)
+        return map_tensors(state, lambda _: next(copies))
 
     def close(self) -> None:
         """Free the memory."""
@@ -91,17 +90,16 @@ class HostCopy:
         self._copies = []
         self._forms = []
 
-    def _allocate(self, originals: Mapping[Any, Tensor]) -> None:
+    def _allocate(self, originals: list[Tensor]) -> None:
         self.close()
-        tensors = originals.values()
-        self._copies = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+        self._copies = [torch.empty_like(tensor, device="cpu") for tensor in originals]
         num_cores = len(os.sched_getaffinity(0))
         # Let the kernel provide the new memory. Pinning would do this too, but with one thread,
         # which takes three times as long.
         num_threads = max(1, num_cores // self._num_ranks_on_node)
         with ThreadPoolExecutor(num_threads, "checkpoint-memory") as threads:
             threads.map(Tensor.zero_, map(local_part, self._copies))
-        for original, memory in zip(tensors, self._copies, strict=True):
+        for original, memory in zip(originals, self._copies, strict=True):
             if original.device.type == "cuda" and self._can_pin:
                 self._pin(local_part(memory), original.device)
         self._forms = forms_of(originals)
@@ -125,12 +123,12 @@ class HostCopy:
             torch.ones(1, device=device).mul_(2)
 
 
-def find_originals(state: Mapping[str, Any]) -> dict[Any, Tensor]:
-    """Return {what identifies a tensor: tensor}, in the order of the state.
+def find_tensors(state: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors of a state in its order. Raise a CheckpointError if one cannot be copied.
 
-    So a tensor with two names is found once. Raises a CheckpointError if a tensor cannot be copied.
+    A tensor with two names is there twice.
     """
-    originals: dict[Any, Tensor] = {}
+    found: list[Tensor] = []
 
     def add(tensor: Tensor) -> Tensor:
         local = local_part(tensor)
@@ -138,15 +136,19 @@ def find_originals(state: Mapping[str, Any]) -> dict[Any, Tensor]:
             raise CheckpointError(
                 f"the state has a {type(local).__name__}, which has no memory of its own"
             )
-        return originals.setdefault(identify(tensor), tensor)
+        found.append(tensor)
+        return tensor
 
     map_tensors(state, add)
-    return originals
+    return found
 
 
-def forms_of(originals: Mapping[Any, Tensor]) -> list[object]:
+def forms_of(tensors: Iterable[Tensor]) -> list[object]:
     """Return the tensors' forms: two states of the same forms can be copied to the same memory."""
-    return [form for form, _ in originals]
+    return [
+        (tensor.shape, local_part(tensor).shape, tensor.dtype, getattr(tensor, "placements", None))
+        for tensor in tensors
+    ]
 
 
 def unpin(addresses: set[int]) -> None:
@@ -158,28 +160,6 @@ def unpin(addresses: set[int]) -> None:
 def count_bytes(tensors: Iterable[Tensor]) -> int:
     """Return how large this rank's rows of tensors are."""
     return sum(local_part(tensor).nbytes for tensor in tensors)
-
-
-def identify(tensor: Tensor) -> tuple[object, object]:
-    """Return a tensor's form and its view of memory.
-
-    The pair is equal for two names of one tensor, and differs between tensors that have memory.
-    """
-    local = local_part(tensor)
-    form = (
-        tensor.shape,
-        local.shape,
-        tensor.dtype,
-        getattr(tensor, "placements", None),  # of a DTensor
-    )
-    view = (
-        local.device,
-        local.data_ptr(),
-        local.stride(),
-        local.is_conj(),
-        local.is_neg(),
-    )
-    return form, view
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

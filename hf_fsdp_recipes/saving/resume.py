@@ -105,13 +105,9 @@ def find_damage_together(checkpoint: Path, prefix: str | tuple[str, ...] = "") -
 
     Collective if the process group exists. Otherwise each rank reads all files.
     """
-    rank = 0
-    world_size = 1
-    if distributed.is_distributed():
-        rank = distributed.rank()
-        world_size = distributed.world_size()
-    of_ranks = distributed.gather(find_damage(checkpoint, rank, world_size, prefix))
-    return next(filter(None, of_ranks), None)
+    num_parts = len(distributed.gather(None))
+    damage = find_damage(checkpoint, distributed.rank() % num_parts, num_parts, prefix)
+    return next(filter(None, distributed.gather(damage)), None)
 
 
 def find_damage(
