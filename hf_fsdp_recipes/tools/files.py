@@ -120,7 +120,9 @@ def quickstart(context: Context) -> None:
 
     This takes about 5 minutes.
     """
-    os.execv(
+    os.execl(
         sys.executable,
-        [sys.executable, str(shipped_directory("recipe") / "quickstart.py"), *context.args],
+        sys.executable,
+        shipped_directory("recipe") / "quickstart.py",
+        *context.args,
     )

@@ -37,7 +37,7 @@ class Job(NamedTuple):
     @property
     def is_offloaded(self) -> bool:
         """Whether shards, their gradients and the optimizer's state are in host memory."""
-        return self.environment["FSDP_OFFLOAD_PARAMS"].lower() == "true" and not self.on_cpu
+        return self.environment["FSDP_OFFLOAD_PARAMS"] == "true" and not self.on_cpu
 
     @property
     def is_joined(self) -> bool:
