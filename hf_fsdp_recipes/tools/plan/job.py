@@ -85,7 +85,7 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
             parse_arguments(launch.training_script_args),
             environment,
             launch.num_processes,
-            bool(launch.use_cpu),
+            launch.use_cpu,
         )
 
 
