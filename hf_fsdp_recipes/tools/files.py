@@ -53,7 +53,7 @@ def find_file(kind: Kind, name: str) -> Path:
     files, or all of them.
     """
     directory = shipped_directory(kind)
-    relative = name.removeprefix(f"{FOLDERS[kind]}/")
+    relative = name.removeprefix(f"{directory.name}/")
     for file in (
         Path(name),
         Path(f"{name}.yaml"),
