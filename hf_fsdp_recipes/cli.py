@@ -29,10 +29,9 @@ app = Typer(
     # So --base_model works, too.
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
 )
-app.command(context_settings=PASS_ON)(sft)
 app.add_typer(make_app("recipe", copy), name="recipes")
 app.add_typer(make_app("template", check), name="config")
-for command_with_fields in (plan, preflight, rehearse, sweep):
+for command_with_fields in (sft, plan, preflight, rehearse, sweep):
     app.command(context_settings=PASS_ON)(command_with_fields)
 
 
@@ -66,9 +65,11 @@ def checkpoints(
         if verify or not manifest:
             damage = resume.find_damage(checkpoint)
         else:
-            files = manifest["files"]
-            wrong = [name for name in files if sizes.get(name) != files[name]["bytes"]]
-            damage = f"{wrong[0]} is missing or cut off" if wrong else None
+            damage = None
+            for name, facts in manifest["files"].items():
+                if sizes.get(name) != facts["bytes"]:
+                    damage = f"{name} is missing or cut off"
+                    break
         damages.append(damage)
         print(
             f"{step_of(checkpoint):>8}  {sum(sizes.values()) / 1e6:>11,.1f}  "
@@ -139,8 +140,7 @@ def main() -> None:
     try:
         app()
     except RecipeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import describe
 from hf_fsdp_recipes.metrics import flops, memory, metrics_file, report
-from hf_fsdp_recipes.metrics.metrics_file import NOT_TRAINING, PHASES, RATES, Entry
+from hf_fsdp_recipes.metrics.metrics_file import PHASES, RATES, TRAINING, Entry
 from hf_fsdp_recipes.upstream.accelerate_internals import PRECISIONS
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class MetricsCallback(TrainerCallback):
         ranks = distributed.gather(own)
         entry: Entry = {name: [rank[name] for rank in ranks] for name in own}
         tokens, pairs = torch.tensor(entry.pop("counts")).sum(dim=0).tolist()
-        seconds = sum(self._seconds[phase] for phase in PHASES if phase not in NOT_TRAINING)
+        seconds = sum(self._seconds[phase] for phase in TRAINING)
         num_steps = state.global_step - self._logged_step
         entry |= {
             "tokens": tokens,

@@ -144,13 +144,13 @@ def count_tokens(inputs: Mapping[str, Any]) -> Tensor:
         lengths = mask.sum(dim=-1)
     elif isinstance(positions, Tensor) and positions.ndim == 2:
         following = nn.functional.pad(positions[:, 1:], (0, 1))
-        is_token = ((positions != 0) | (following != 0)).long()
+        is_token = positions + following > 0
         # The host does not know the lengths n. So n * n is summed as 1 + 3 + 5 + ... + (2 n - 1).
-        pairs = (2 * positions.long() + 1) * is_token
+        pairs = (2 * positions + 1) * is_token
         return torch.stack([is_token.sum(), pairs.sum()])
     else:
         lengths = torch.ones_like(inputs["input_ids"]).sum(dim=-1)
-    return torch.stack([lengths.sum(), (lengths * lengths).sum()])
+    return torch.stack([lengths.sum(), lengths.square().sum()])
 
 
 def find_peak_flops(device_name: str, dtype: str) -> float:

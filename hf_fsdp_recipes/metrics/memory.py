@@ -41,10 +41,8 @@ def available_host_bytes() -> int:
     if memberships.exists():
         for line in memberships.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers:
-                left += read_cgroups(CGROUPS, path)
-            elif "memory" in controllers.split(","):
-                left += read_cgroups(CGROUPS / "memory", path)
+            # Version 1 has a hierarchy for each set of controllers. That of version 2 has no name.
+            left += read_cgroups(CGROUPS / controllers, path)
     return min(left)
 
 

@@ -23,7 +23,7 @@ MEMORY = (
     "device_peak_bytes",
     "device_reserved_peak_bytes",
 )
-NOT_TRAINING = ("save", "evaluation")  # phases that throughput excludes
+TRAINING = ("data", "forward_backward", "optimizer", "other")  # phases that throughput includes
 
 Entry = dict[str, Any]
 Entries = Sequence[Entry]

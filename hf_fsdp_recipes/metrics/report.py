@@ -115,9 +115,8 @@ def _rows(entries: Entries, starts: Entries, steps: Entries) -> Iterator[tuple[s
     if not steps:
         return
     losses = [step["loss"] for step in steps]
-    edge = min(5, len(losses))
-    yield f"training loss, mean of the first {edge} logged steps", f"{mean(losses[:edge]):.4f}"
-    yield f"training loss, mean of the last {edge} logged steps", f"{mean(losses[-edge:]):.4f}"
+    for edge, part in (("first", losses[:5]), ("last", losses[-5:])):
+        yield f"training loss, mean of the {edge} {len(part)} logged steps", f"{mean(part):.4f}"
     summary = summarize(steps)
     for name, template in SUMMARY.items():
         with suppress(KeyError):  # the steps have not measured it

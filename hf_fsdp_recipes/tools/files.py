@@ -53,7 +53,7 @@ def find_file(kind: Kind, name: str) -> Path:
     files, or all of them.
     """
     directory = shipped_directory(kind)
-    relative = name.removeprefix(f"{FOLDERS[kind]}/")
+    relative = name.removeprefix(f"{directory.name}/")
     for file in (
         Path(name),
         Path(f"{name}.yaml"),
@@ -120,7 +120,9 @@ def quickstart(context: Context) -> None:
 
     This takes about 5 minutes.
     """
-    os.execv(
+    os.execl(
         sys.executable,
-        [sys.executable, str(shipped_directory("recipe") / "quickstart.py"), *context.args],
+        sys.executable,
+        shipped_directory("recipe") / "quickstart.py",
+        *context.args,
     )

@@ -208,11 +208,11 @@ def find_faults(nodes: list[Node], address: str, timeout: float) -> Iterator[str
             found = "; ".join(f"{node.facts[name]} on {node}" for node in nodes)
             yield f"{name} differs: {found}. Make it the same on all nodes."
     ranks = [node.machine_rank for node in nodes]
-    repeated = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    rivals = [node for node in nodes if ranks.count(node.machine_rank) > 1]
     missing = sorted(set(range(nodes[0].num_machines)).difference(ranks))
-    if repeated:
-        claims = _join(node for node in nodes if node.machine_rank in repeated)
-        yield f"machine_rank {_join(repeated)} is used more than once: {claims}. {OWN_RANK}"
+    if rivals:
+        repeated = _join(dict.fromkeys(node.machine_rank for node in rivals))
+        yield f"machine_rank {repeated} is used more than once: {_join(rivals)}. {OWN_RANK}"
     elif missing:
         yield (
             f"machine_rank {_join(missing)} did not join within {timeout:.0f} s; joined: "

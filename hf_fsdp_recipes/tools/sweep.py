@@ -150,7 +150,7 @@ def write_table(output_dir: Path) -> str:
     Raises:
         ToolError: the directory holds no case.
     """
-    results = sorted(read_result(case) for case in output_dir.glob("*_*ranks") if case.is_dir())
+    results = sorted(map(read_result, output_dir.glob("*_*ranks/")))
     if not results:
         raise ToolError(
             f"{output_dir} holds no case of a sweep. Pass both --accelerate_config and "

@@ -85,8 +85,8 @@ def print_parts(job: "Job", parts: Mapping[str, float]) -> None:
         f"{training.gradient_accumulation_steps} times per step"
     )
     print("memory of one rank at the peak of a step:")
-    for name, size in sorted(parts.items(), key=lambda part: -part[1]):
-        print(f"{size / 1e9:9.2f} GB  {name}")
+    for name in sorted(parts, key=parts.__getitem__, reverse=True):
+        print(f"{parts[name] / 1e9:9.2f} GB  {name}")
     print(f"{sum(parts.values()) / 1e9:9.2f} GB  in total")
     if training.use_liger_kernel:
         print("The plan does not know Liger's kernels, with which a rank needs less.")

@@ -37,7 +37,7 @@ class Job(NamedTuple):
     @property
     def is_offloaded(self) -> bool:
         """Whether shards, their gradients and the optimizer's state are in host memory."""
-        return self.environment["FSDP_OFFLOAD_PARAMS"].lower() == "true" and not self.on_cpu
+        return self.environment["FSDP_OFFLOAD_PARAMS"] == "true" and not self.on_cpu
 
     @property
     def is_joined(self) -> bool:
@@ -85,7 +85,7 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
             parse_arguments(launch.training_script_args),
             environment,
             launch.num_processes,
-            bool(launch.use_cpu),
+            launch.use_cpu,
         )
 
 

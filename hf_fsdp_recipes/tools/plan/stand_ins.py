@@ -48,7 +48,7 @@ class PackedLinear(nn.Linear):
         """Unpack the weight and multiply rows by it. In the backward pass, unpack it again."""
 
         def unpack(_: object = None) -> Tensor:
-            return self.weight.new_empty(self.out_features, self.in_features).t()
+            return self.weight.new_empty(self.in_features, self.out_features)
 
         rows = rows.to(self.weight.dtype)
         with torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack):

@@ -26,7 +26,6 @@ from hf_fsdp_recipes.loading.load_model import build_on_meta, find_class, take_q
 from hf_fsdp_recipes.tools.plan.job import Job
 from hf_fsdp_recipes.tools.plan.stand_ins import pack_linears, replacements
 from hf_fsdp_recipes.training.adjustments import reduce_in_float32
-from hf_fsdp_recipes.training.sharded_optimizer import optimizer_name
 from hf_fsdp_recipes.upstream.accelerate_internals import PRECISIONS
 from hf_fsdp_recipes.upstream.patches import LOADER, apply_for_loading
 from hf_fsdp_recipes.upstream.planner_internals import (
@@ -191,7 +190,7 @@ def _run(model: Any, job: Job) -> dict[str, float]:
                 # Like Trainer, keep no outputs.
                 loss = -model(**inputs, use_cache=False, fused_lm_head=True).log_probs.sum()
             loss.backward()
-    optimizer = optimizer_name(training)
+    optimizer = training.optim
     trained = [] if job.is_offloaded else _trained_parameters(model)
     size = sum(parameter.to_local().nbytes for parameter in trained)
     num_states = next((number for part, number in NUM_STATES.items() if part in optimizer), 2)
