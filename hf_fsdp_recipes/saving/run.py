@@ -179,7 +179,7 @@ class Run(TrainerCallback):
             self._settle()
             self._stop_if_hopeless()
         if self._flags.told:
-            self._save_everything()
+            args.save_only_model = False  # so that the next run continues exactly
             control.should_save = self._saved_step != state.global_step
             control.should_training_stop = True
         self._can_stop = control.should_evaluate
@@ -204,15 +204,11 @@ class Run(TrainerCallback):
         events = (trainer.args, trainer.state, trainer.control)
         states: Any = trainer.state.stateful_callbacks
         states[STATE_KEY]["evaluate"] = True
-        self._save_everything()
+        trainer.args.save_only_model = False
         getattr(trainer, LOAD_RANDOM_STATE)(self._random_state)
         getattr(trainer, SAVE_CHECKPOINT)(trainer.model, None)
         trainer.callback_handler.on_save(*events)
         trainer.callback_handler.on_train_end(*events)
-
-    def _save_everything(self) -> None:
-        """Let a run that a signal stops continue as if it had not been stopped."""
-        self._opened.enter_context(mock.patch.object(self.trainer.args, "save_only_model", False))
 
     def on_evaluate(self, *_: object, **__: object) -> None:
         """Finish the save in flight: if it failed, its metric must not be the best so far."""
