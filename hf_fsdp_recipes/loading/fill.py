@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from types import EllipsisType
 
 import torch
 import torch.distributed as dist
@@ -228,14 +227,13 @@ def fill_directly(
         for entry in entries:
             for target in targets.get(entry.name, ()):
                 shard = local_part(target)
-                rows: slice | EllipsisType = ...  # all of them
+                rows = checkpoint.slice_of(entry.key)[...]  # mapped: only what is copied is read
+                if not shard.numel():
+                    continue  # the last ranks may have no rows
                 if isinstance(target, DTensor):
                     mesh = target.device_mesh
-                    rows_per_rank = -(-len(target) // mesh.shape[-1])
-                    start = rows_per_rank * mesh.get_local_rank(mesh.ndim - 1)
-                    rows = slice(start, start + len(shard))
-                if shard.numel():
-                    shard.copy_(checkpoint.slice_of(entry.key)[rows])
+                    rows = rows.chunk(mesh.shape[-1])[mesh.get_local_rank(mesh.ndim - 1)]
+                shard.copy_(rows)
 
 
 @torch.no_grad()
