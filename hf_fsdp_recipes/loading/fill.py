@@ -159,11 +159,11 @@ class Reader:
         expected = self.targets[name][0].shape
         if value.shape != expected:
             raise LoadError(f"{name} is {list(value.shape)}, not {list(expected)}")
-        dtype = self.dtype_of(entry, name)
-        if self.device.type == "cpu" and value.is_contiguous() and value.dtype == dtype:
+        sent = value.to(self.device, self.dtype_of(entry, name)).contiguous()
+        if sent is value:
             # Otherwise the main thread would read the memory-mapped pages from disk.
-            value.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()
-        return value.to(self.device, dtype).contiguous()
+            sent.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()
+        return sent
 
 
 def read_ahead(reader: Reader, entries: Sequence[Entry]) -> Iterator[Weights]:
