@@ -72,14 +72,15 @@ def start_transfer(
 ) -> Callable[[], object]:
     """Start to copy one weight from rank 0 into the shards of the first replica. Collective.
 
-    `full` is the weight on rank 0 and None on the other ranks. `dtype` and `device` are its own.
-    Returns a function that waits until this rank's shard is filled and its sends are complete.
+    `full` is the weight on rank 0 and None on the other ranks. `dtype` and `device` are its own. If
+    it is None on rank 0 too, uninitialized memory is sent. Returns a function that waits until this
+    rank's shard is filled and its sends are complete.
     """
     shard = local_part(target)
+    if full is None and (distributed.is_main() or not isinstance(target, DTensor)):
+        full = torch.empty(target.shape, dtype=dtype, device=device)
     if not isinstance(target, DTensor):  # all ranks get all rows
-        if full is None:
-            full = torch.empty(target.shape, dtype=dtype, device=device)
-        dist.broadcast(full, 0)
+        dist.broadcast(full, 0)  # type: ignore[arg-type]  # never None here
         return partial(shard.copy_, full)
     mesh = target.device_mesh
     ranks = mesh.mesh.flatten()[: mesh.shape[-1]].tolist()  # the first replica, rank 0 first
@@ -109,7 +110,7 @@ def start_transfer(
 
 @dataclass
 class Reader:
-    """Reads weights on rank 0. After an error, it returns uninitialized memory to be sent."""
+    """Reads weights on rank 0. After an error, it returns none."""
 
     model: PreTrainedModel
     checkpoint: Checkpoint
@@ -130,22 +131,16 @@ class Reader:
 
     @torch.no_grad()  # grad mode is per thread
     def read(self, entry: Entry) -> Weights:
-        """Return an entry's weights on the device as {name: tensor}."""
-        names = self.names_of(entry)
+        """Return an entry's weights on the device as {name: tensor}, or nothing after an error."""
         try:
             if self.error is None:
                 values = self.checkpoint.read(entry, self.model)
-                return {name: self._prepare(entry, name, values[name]) for name in names}
+                return {
+                    name: self._prepare(entry, name, values[name]) for name in self.names_of(entry)
+                }
         except Exception as error:
             self.error = LoadError(f"{entry.name}: {describe(error)}")
-        return {
-            name: torch.empty(
-                self.targets[name][0].shape,
-                dtype=self.dtype_of(entry, name),
-                device=self.device,
-            )
-            for name in names
-        }
+        return {}
 
     def _prepare(
         self,
