@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError, describe, explained
-from hf_fsdp_recipes.export.files import DTYPES, OptionalDtype
+from hf_fsdp_recipes.export.files import OptionalDtype
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.fill import FSDP_PLACEMENTS
 from hf_fsdp_recipes.saving.resume import check_pickles
@@ -159,9 +159,7 @@ def from_files(checkpoint: Checkpoint) -> Sources:
 
     def source(key: str) -> Source:
         stored = checkpoint.slice_of(key)
-        return Source(
-            torch.empty(stored.get_shape(), dtype=DTYPES[stored.get_dtype()], device="meta"),
-            lambda rank: stored[...],  # mapped from the file
-        )
+        # Indexing only maps the file, so no data is read for the meta tensor.
+        return Source(on_meta(stored[...], None), lambda rank: stored[...])
 
     return {key: source(key) for key in checkpoint.file_of}
