@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -84,7 +83,7 @@ def _gather(
     device_type = mesh.device_type
     if value.placements not in FSDP_PLACEMENTS:
         # The shards may be offloaded to the CPU.
-        return cast(DTensor, value.to(device_type)).full_tensor()
+        return value.to(device_type).full_tensor()  # type: ignore[attr-defined]  # still a DTensor
     if not distributed.can_send(device_type):
         device_type = "cpu"
     ranks = dist.get_process_group_ranks(mesh.get_group(-1))  # with HSDP, those of this replica
