@@ -19,7 +19,9 @@ PathLike = str | os.PathLike[str]
 Tensors = dict[str, Tensor]
 OptionalDtype = torch.dtype | None  # None: each tensor keeps its own
 
-DTYPES = {**str_to_torch_dtype, "C64": torch.complex64}  # {name in safetensors files: dtype}
+# {dtype: its name in safetensors files}
+DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
+DTYPE_NAMES[torch.complex64] = "C64"
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
@@ -50,14 +52,13 @@ class FileWriter:
         """Create a file for tensors, which are given on meta."""
         # Wider dtypes come first, so all tensors are aligned.
         ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-        dtype_names = {dtype: name for name, dtype in DTYPES.items()}
         entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, tensor in ordered:
             start = end
             end += tensor.nbytes
             entries[name] = {
-                "dtype": dtype_names[tensor.dtype],
+                "dtype": DTYPE_NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
                 "data_offsets": [start, end],
             }

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch.nn import Module
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError, describe, explained
-from hf_fsdp_recipes.export.files import DTYPES, OptionalDtype
+from hf_fsdp_recipes.export.files import OptionalDtype
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.fill import FSDP_PLACEMENTS
 from hf_fsdp_recipes.saving.resume import check_pickles
@@ -84,7 +83,7 @@ def _gather(
     device_type = mesh.device_type
     if value.placements not in FSDP_PLACEMENTS:
         # The shards may be offloaded to the CPU.
-        return cast(DTensor, value.to(device_type)).full_tensor()
+        return value.to(device_type).full_tensor()  # type: ignore[attr-defined]  # still a DTensor
     if not distributed.can_send(device_type):
         device_type = "cpu"
     ranks = dist.get_process_group_ranks(mesh.get_group(-1))  # with HSDP, those of this replica
@@ -159,9 +158,7 @@ def from_files(checkpoint: Checkpoint) -> Sources:
 
     def source(key: str) -> Source:
         stored = checkpoint.slice_of(key)
-        return Source(
-            torch.empty(stored.get_shape(), dtype=DTYPES[stored.get_dtype()], device="meta"),
-            lambda rank: stored[...],  # mapped from the file
-        )
+        # Indexing only maps the file, so no data is read for the meta tensor.
+        return Source(on_meta(stored[...], None), lambda rank: stored[...])
 
     return {key: source(key) for key in checkpoint.file_of}

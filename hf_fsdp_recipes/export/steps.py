@@ -81,15 +81,14 @@ def plan_in_file_format(
             converted += alone
         if together:
             converted += _convert(together, model, expected)
-    outputs = outputs_of(converted)
-    num_outputs = sum(len(step.outputs) for step in converted)
-    if outputs.keys() != expected.keys() or num_outputs != len(outputs):
-        missing = sorted(expected.keys() - outputs.keys())[:3]
+    names = [name for step in converted for name in step.outputs]
+    if sorted(names) != sorted(expected):
+        missing = sorted(expected.keys() - names)[:3]
         raise ExportError(
             f"transformers makes {missing} from several layers. "
             "Gather the model and use save_pretrained."
         )
-    return Plan(model, converted, sources, {name: outputs[name] for name in expected})
+    return Plan(model, converted, sources, expected)
 
 
 def _convert(

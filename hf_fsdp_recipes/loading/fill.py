@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from types import EllipsisType
 
 import torch
 import torch.distributed as dist
@@ -73,14 +72,15 @@ def start_transfer(
 ) -> Callable[[], object]:
     """Start to copy one weight from rank 0 into the shards of the first replica. Collective.
 
-    `full` is the weight on rank 0 and None on the other ranks. `dtype` and `device` are its own.
-    Returns a function that waits until this rank's shard is filled and its sends are complete.
+    `full` is the weight on rank 0 and None on the other ranks. `dtype` and `device` are its own. If
+    it is None on rank 0 too, uninitialized memory is sent. Returns a function that waits until this
+    rank's shard is filled and its sends are complete.
     """
     shard = local_part(target)
+    if full is None and (distributed.is_main() or not isinstance(target, DTensor)):
+        full = torch.empty(target.shape, dtype=dtype, device=device)
     if not isinstance(target, DTensor):  # all ranks get all rows
-        if full is None:
-            full = torch.empty(target.shape, dtype=dtype, device=device)
-        dist.broadcast(full, 0)
+        dist.broadcast(full, 0)  # type: ignore[arg-type]  # never None here
         return partial(shard.copy_, full)
     mesh = target.device_mesh
     ranks = mesh.mesh.flatten()[: mesh.shape[-1]].tolist()  # the first replica, rank 0 first
@@ -110,7 +110,7 @@ def start_transfer(
 
 @dataclass
 class Reader:
-    """Reads weights on rank 0. After an error, it returns uninitialized memory to be sent."""
+    """Reads weights on rank 0. After an error, it returns none."""
 
     model: PreTrainedModel
     checkpoint: Checkpoint
@@ -131,22 +131,16 @@ class Reader:
 
     @torch.no_grad()  # grad mode is per thread
     def read(self, entry: Entry) -> Weights:
-        """Return an entry's weights on the device as {name: tensor}."""
-        names = self.names_of(entry)
+        """Return an entry's weights on the device as {name: tensor}, or nothing after an error."""
         try:
             if self.error is None:
                 values = self.checkpoint.read(entry, self.model)
-                return {name: self._prepare(entry, name, values[name]) for name in names}
+                return {
+                    name: self._prepare(entry, name, values[name]) for name in self.names_of(entry)
+                }
         except Exception as error:
             self.error = LoadError(f"{entry.name}: {describe(error)}")
-        return {
-            name: torch.empty(
-                self.targets[name][0].shape,
-                dtype=self.dtype_of(entry, name),
-                device=self.device,
-            )
-            for name in names
-        }
+        return {}
 
     def _prepare(
         self,
@@ -160,11 +154,11 @@ class Reader:
         expected = self.targets[name][0].shape
         if value.shape != expected:
             raise LoadError(f"{name} is {list(value.shape)}, not {list(expected)}")
-        dtype = self.dtype_of(entry, name)
-        if self.device.type == "cpu" and value.is_contiguous() and value.dtype == dtype:
+        sent = value.to(self.device, self.dtype_of(entry, name)).contiguous()
+        if sent is value:
             # Otherwise the main thread would read the memory-mapped pages from disk.
-            value.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()
-        return value.to(self.device, dtype).contiguous()
+            sent.view(-1).view(torch.uint8)[::PAGE_BYTES].sum()
+        return sent
 
 
 def read_ahead(reader: Reader, entries: Sequence[Entry]) -> Iterator[Weights]:
@@ -228,14 +222,13 @@ def fill_directly(
         for entry in entries:
             for target in targets.get(entry.name, ()):
                 shard = local_part(target)
-                rows: slice | EllipsisType = ...  # all of them
+                rows = checkpoint.slice_of(entry.key)[...]  # mapped: only what is copied is read
+                if not shard.numel():
+                    continue  # the last ranks may have no rows
                 if isinstance(target, DTensor):
                     mesh = target.device_mesh
-                    rows_per_rank = -(-len(target) // mesh.shape[-1])
-                    start = rows_per_rank * mesh.get_local_rank(mesh.ndim - 1)
-                    rows = slice(start, start + len(shard))
-                if shard.numel():
-                    shard.copy_(checkpoint.slice_of(entry.key)[rows])
+                    rows = rows.chunk(mesh.shape[-1])[mesh.get_local_rank(mesh.ndim - 1)]
+                shard.copy_(rows)
 
 
 @torch.no_grad()

@@ -146,39 +146,30 @@ def describe_model(
     generation_config = None
     if (directory / "generation_config.json").is_file():
         generation_config = GenerationConfig.from_pretrained(directory)
-    config, building_arguments = read_config(directory, kwargs)
+    config = copy.deepcopy(kwargs.pop("config", None))
+    if not isinstance(config, PreTrainedConfig):  # otherwise, `kwargs` do not change it
+        config, unused = AutoConfig.from_pretrained(
+            config or directory, return_unused_kwargs=True, **kwargs
+        )
+        kwargs = {name: kwargs[name] for name in kwargs if name in unused or name in FOR_BUILDING}
     config.name_or_path = name_or_path
-    return directory, config, building_arguments, generation_config
+    return directory, config, kwargs, generation_config
 
 
 def find_directory(name_or_path: str, kwargs: Arguments) -> Path:
-    """Return a model's local directory. If `name_or_path` is a Hub id, download the model first."""
+    """Return a model's local directory. If `name_or_path` is a Hub id, download the model first.
+
+    The arguments that say where the files are are removed from `kwargs`.
+    """
+    hub_arguments = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
     directory = Path(name_or_path)
     if not directory.is_dir():
-        hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         problem = f"{name_or_path} is no directory and cannot be downloaded from the Hub"
         with explained(LoadError, problem):
             directory = Path(
                 snapshot_download(name_or_path, allow_patterns=HUB_PATTERNS, **hub_arguments)
             )
-    return directory / kwargs.get("subfolder", "")
-
-
-def read_config(directory: Path, kwargs: Arguments) -> tuple[PreTrainedConfig, Arguments]:
-    """Return the config with overrides from `kwargs`, and the other `kwargs`.
-
-    A config object in `kwargs` is used as is.
-    """
-    rest = {
-        name: value for name, value in kwargs.items() if name not in (*HUB_ARGUMENTS, "subfolder")
-    }
-    config = copy.deepcopy(rest.pop("config", None))
-    if isinstance(config, PreTrainedConfig):
-        return config, rest
-    config, unused = AutoConfig.from_pretrained(
-        config or directory, return_unused_kwargs=True, **rest
-    )
-    return config, {name: rest[name] for name in rest if name in unused or name in FOR_BUILDING}
+    return directory / kwargs.pop("subfolder", "")
 
 
 def take_quantizer(config: PreTrainedConfig) -> HfQuantizer | None:

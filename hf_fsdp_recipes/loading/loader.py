@@ -50,8 +50,8 @@ class Loader:
 
     def attach(self) -> None:
         """Become an attribute of the model. Running or saving the model then raises an error."""
-        self.model.__dict__[LOADER] = self
-        self.model.__dict__["save_pretrained"] = _refuse
+        setattr(self.model, LOADER, self)
+        self.model.save_pretrained = _refuse  # type: ignore[method-assign]
         self.shapes = {name: value.shape for name, value in self.model.named_parameters()}
         self.guard = self.model.register_forward_pre_hook(_refuse)
 
@@ -92,8 +92,8 @@ class Loader:
         fill_directly(self.checkpoint, read_directly, targets)
         fill_from_rank0(Reader(self.model, self.checkpoint, layers, targets, device), sent_by_rank0)
         copy_to_replicas(targets)
-        del self.model.__dict__[LOADER]
-        del self.model.__dict__["save_pretrained"]
+        delattr(self.model, LOADER)
+        del self.model.save_pretrained
         self.guard.remove()
         train_like_one_process(model)
         return model

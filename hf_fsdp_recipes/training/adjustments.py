@@ -31,9 +31,8 @@ def adjust(trainer: SFTTrainer, is_streamed: bool) -> None:
     if is_streamed:
         # An endless stream lets a resumed run skip the rows it has seen, even in a later pass.
         trainer.train_dataset = trainer.train_dataset.repeat(None)  # type: ignore[union-attr]
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin:
-        reduce_in_float32(plugin, trainer.model)
+    if trainer.is_fsdp_enabled:
+        reduce_in_float32(trainer.accelerator.state.fsdp_plugin, trainer.model)
 
 
 def reduce_in_float32(plugin: Any, model: Any) -> None:
@@ -52,10 +51,9 @@ def reduce_in_float32(plugin: Any, model: Any) -> None:
     @torch.compiler.disable
     def gather(root: torch.nn.Module, inputs: object) -> None:
         handle.remove()
-        for unit in units_of(root):
-            if unit is not root:
-                unit.unshard()
-                unit.reshard()
+        for unit in units_of(root)[1:]:
+            unit.unshard()
+            unit.reshard()
 
     handle = model.register_forward_pre_hook(gather)  # runs after FSDP2's own hook
 

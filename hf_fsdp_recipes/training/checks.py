@@ -72,8 +72,8 @@ def _check_model_and_rows(arguments: Arguments) -> Iterator[str]:
         yield "A stream cannot be split. Remove validation_split_percentage."
     if model.use_peft:
         return
-    fields = type(model).__dataclass_fields__
-    changed = [name for name in LORA_FIELDS if getattr(model, name) != fields[name].default]
+    defaults = type(model)
+    changed = [name for name in LORA_FIELDS if getattr(model, name) != getattr(defaults, name)]
     if changed:
         yield f"{', '.join(changed)} without use_peft: true would train all weights."
     if recipe.merge_adapter:
