@@ -115,7 +115,7 @@ def check_is_own(export_dir: Path, run_id: str) -> None:
 def publish(written: Path, export_dir: Path, facts: Mapping[str, object]) -> Path:
     """Make an export the newest one of its run. Rank 0 only.
 
-    An earlier export of the run is set aside, or kept if it has the same bytes. If something else
+    An earlier export of the run is set aside, or kept if it has the same weights. If something else
     has appeared there during training, the export gets the next free name. `facts` are those that
     `read_run` returns.
 
@@ -126,18 +126,13 @@ def publish(written: Path, export_dir: Path, facts: Mapping[str, object]) -> Pat
     sync(written / RUN_FILE)
     sync(written)
     if read_run(export_dir).get("run") == facts["run"]:
-        if _is_equal(written, export_dir):
+        # Other files may differ: PEFT writes a set of names in any order.
+        names = [path.relative_to(written) for path in written.rglob("*.safetensors")]
+        if filecmp.cmpfiles(written, export_dir, names, shallow=False)[0] == names:
             rmtree(written)
             return export_dir
         set_aside(export_dir)
     return _rename_to_free_name(written, export_dir)
-
-
-def _is_equal(written: Path, export_dir: Path) -> bool:
-    """Return whether all files of an export are in an earlier one, with the same bytes."""
-    names = [path.relative_to(written) for path in written.rglob("*") if path.is_file()]
-    equal, _, _ = filecmp.cmpfiles(written, export_dir, names, shallow=False)
-    return len(equal) == len(names)
 
 
 def write_configs(

@@ -23,7 +23,7 @@ from hf_fsdp_recipes.export.sources import Sources
 from hf_fsdp_recipes.export.steps import Plan, copy_step, plan_in_file_format
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.saving.directory import MANIFEST, list_checkpoints, read_run_id
-from hf_fsdp_recipes.saving.resume import WEIGHT_FILES, find_damage
+from hf_fsdp_recipes.saving.resume import find_damage
 from hf_fsdp_recipes.upstream.transformers_internals import (
     names_not_saved,
     remove_tied_weights_from_state_dict,
@@ -159,7 +159,7 @@ def _open_checkpoint(checkpoint: Path) -> tuple[Sources, PeftConfig | None]:
             f"{checkpoint} is no checkpoint. `hf-fsdp checkpoints <output_dir>` lists a run's."
         )
     if read_run_id(checkpoint) or (checkpoint / MANIFEST).is_file():
-        damage = find_damage(checkpoint, prefix=WEIGHT_FILES)
+        damage = find_damage(checkpoint, only_model=True)
         if damage:
             raise ExportError(
                 f"{checkpoint} cannot be exported: {damage}. Export another checkpoint."

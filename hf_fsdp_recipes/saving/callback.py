@@ -3,10 +3,10 @@
 import os
 import secrets
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import CheckpointError, ExportError
+from hf_fsdp_recipes.errors import CheckpointError, ExportError, explained
 from hf_fsdp_recipes.export.directory import (
     check_is_own,
     publish,
@@ -169,9 +169,10 @@ class ShardedCheckpointCallback(TrainerCallback):
             run_id = read_run_id(Path(checkpoint))
         run_id = run_id or secrets.token_hex(8)
         for export_dir in self._exports:
-            if export_dir == directory.path.resolve():
-                raise ExportError(f"export_dir is output_dir, {export_dir}. Choose another one.")
             check_is_own(export_dir, run_id)
+            with explained(ExportError, f"{export_dir} cannot be written"):
+                export_dir.parent.mkdir(parents=True, exist_ok=True)
+                TemporaryDirectory(dir=export_dir.parent).cleanup()
         try:
             directory.open(run_id, checkpoint, step)
         except Exception:
@@ -183,8 +184,6 @@ class ShardedCheckpointCallback(TrainerCallback):
         """Export the model of a run that ends. Collective. A run calls it."""
         self.exported = []
         model = run.trainer.model
-        step = run.trainer.state.global_step
-        facts = {"run": run.run_id, "step": step}
         for merge_adapter, export_dir in enumerate(self._exports):
             if merge_adapter and not hasattr(model, "peft_config"):
                 break
@@ -198,6 +197,7 @@ class ShardedCheckpointCallback(TrainerCallback):
                 tokenizer=run.processor,
                 merge_adapter=bool(merge_adapter),
             )
+            facts = {"run": run.run_id, "step": run.trainer.state.global_step}
             final = distributed.run_on_main(partial(publish, written, export_dir, facts))
             distributed.print_main(f"exported: {final}")
             self.exported.append(final)
@@ -213,10 +213,10 @@ def _save_model(
 
     The model in a checkpoint stays sharded.
     """
-    replaced: AbstractContextManager = nullcontext()
-    if not (args and INTERNAL_CALL in kwargs):
-        plugin = trainer.accelerator.state.fsdp_plugin
-        full = type(plugin.state_dict_type).FULL_STATE_DICT
-        replaced = mock.patch.object(plugin, "state_dict_type", full)
-    with replaced:
+    if args and INTERNAL_CALL in kwargs:
+        by_trainer(*args, **kwargs)
+        return
+    plugin = trainer.accelerator.state.fsdp_plugin
+    full = type(plugin.state_dict_type).FULL_STATE_DICT
+    with mock.patch.object(plugin, "state_dict_type", full):
         by_trainer(*args, **kwargs)

@@ -240,15 +240,16 @@ class OutputDirectory:
         if _replaced(final).exists():
             _replaced(final).rename(final)
 
-    def prune(self, keep: int | None, needed: tuple[int | None, ...]) -> None:
+    def prune(self, keep: int | None, latest: int, best: str | None) -> None:
         """Delete the oldest checkpoints until `keep` are left, as Trainer does.
 
-        Never deletes those of the `needed` steps. If `keep` is None or not positive, deletes none.
-        If a checkpoint cannot be deleted, warns.
+        Never deletes that of the `latest` step or the `best` one. If `keep` is None or not
+        positive, deletes none. If a checkpoint cannot be deleted, warns.
         """
         if keep is None or keep <= 0:
             return
         found = self._list_saved()
+        needed = {latest, best and step_of(Path(best))}
         oldest = [path for path in reversed(found) if step_of(path) not in needed]
         for checkpoint in oldest[: max(0, len(found) - keep)]:
             try:
@@ -258,8 +259,9 @@ class OutputDirectory:
 
     def _list_saved(self) -> list[Path]:
         """Return the checkpoints, but no directory of that name to which only a callback wrote."""
-        found = list_checkpoints(self.path)
-        return [path for path in found if (path / TRAINER_STATE_NAME).exists()]
+        return [
+            path for path in list_checkpoints(self.path) if (path / TRAINER_STATE_NAME).exists()
+        ]
 
     def _delete(self, checkpoint: Path) -> None:
         """Delete a checkpoint, so that a kill meanwhile leaves no partial `checkpoint-<step>`."""

@@ -53,13 +53,18 @@ class HostCopy:
         originals = find_tensors(state)
         if forms_of(originals) == self._forms:
             return
+        for local in map(local_part, originals):
+            if type(local) not in PLAIN_CLASSES or local.layout != torch.strided:
+                raise CheckpointError(
+                    f"the state has a {type(local).__name__}, which has no memory of its own"
+                )
+        needed_bytes = count_bytes(originals)
         # Other ranks need as much. What was allocated for another state is freed first.
-        needed_bytes = count_bytes(originals) * self._num_ranks_on_node
-        left_bytes = available_host_bytes() + count_bytes(self._copies) * self._num_ranks_on_node
+        left_bytes = available_host_bytes() / self._num_ranks_on_node + count_bytes(self._copies)
         if needed_bytes > USED_SHARE * left_bytes:
             raise CheckpointError(
-                f"the copies of this node's ranks need {needed_bytes / 1e9:.1f} GB of host memory, "
-                f"and {left_bytes / 1e9:.1f} GB are available"
+                f"a copy needs {needed_bytes / 1e9:.1f} GB of host memory, and "
+                f"{left_bytes / 1e9:.1f} GB are left for each rank of this node"
             )
 
     @torch.no_grad()
@@ -124,22 +129,9 @@ class HostCopy:
 
 
 def find_tensors(state: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors of a state in its order. Raise a CheckpointError if one cannot be copied.
-
-    A tensor with two names is there twice.
-    """
+    """Return the tensors of a state in its order. A tensor with two names is there twice."""
     found: list[Tensor] = []
-
-    def add(tensor: Tensor) -> Tensor:
-        local = local_part(tensor)
-        if type(local) not in PLAIN_CLASSES or local.layout != torch.strided:
-            raise CheckpointError(
-                f"the state has a {type(local).__name__}, which has no memory of its own"
-            )
-        found.append(tensor)
-        return tensor
-
-    map_tensors(state, add)
+    map_tensors(state, found.append)
     return found
 
 
@@ -162,7 +154,7 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """Return a copy of nested dicts, lists and tuples with `function(tensor)` for each tensor."""
     if isinstance(value, Tensor):
         return function(value)

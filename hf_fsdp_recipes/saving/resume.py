@@ -19,9 +19,9 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import CheckpointError, describe
 from hf_fsdp_recipes.saving.directory import (
     MANIFEST,
+    STATE_KEY,
     list_checkpoints,
     read_manifest,
-    read_run_id,
     step_of,
     write_manifest,
 )
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
-
-WEIGHT_FILES = ("pytorch_model_fsdp_0", "model", "adapter_model")  # how their names begin
 
 
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
@@ -100,13 +98,13 @@ def keep_global_batch(args: "TrainingArguments", checkpoint: str | os.PathLike[s
     args.gradient_accumulation_steps = steps
 
 
-def find_damage_together(checkpoint: Path, prefix: str | tuple[str, ...] = "") -> str | None:
+def find_damage_together(checkpoint: Path, only_model: bool = False) -> str | None:
     """Do what `find_damage` does, but divide the files among the ranks.
 
     Collective if the process group exists. Otherwise each rank reads all files.
     """
     num_parts = len(distributed.gather(None))
-    damage = find_damage(checkpoint, distributed.rank() % num_parts, num_parts, prefix)
+    damage = find_damage(checkpoint, distributed.rank() % num_parts, num_parts, only_model)
     return next(filter(None, distributed.gather(damage)), None)
 
 
@@ -114,40 +112,45 @@ def find_damage(
     checkpoint: Path,
     part: int = 0,
     num_parts: int = 1,
-    prefix: str | tuple[str, ...] = "",
+    only_model: bool = False,
 ) -> str | None:
-    """Check one part of the files whose names begin with a `prefix`.
+    """Check one part of the files, with `only_model` none of the optimizer's.
 
     Return what is wrong with them, or None if they are intact.
     """
-    way_back = f"hf-fsdp checkpoints {checkpoint.parent} --accept {checkpoint.name}"
+    way_back = (
+        f"To use it as it is: hf-fsdp checkpoints {checkpoint.parent} --accept {checkpoint.name}"
+    )
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        is_begun = read_run_id(checkpoint) or (checkpoint / MANIFEST).exists()
-        has_state = (checkpoint / TRAINER_STATE_NAME).is_file()
-        if has_state and any(checkpoint.glob("*.safetensors")) and not is_begun:
+        try:
+            state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        except Exception as error:  # a damaged file can raise any error
+            return f"{TRAINER_STATE_NAME} is unusable: {describe(error)}"
+        if (
+            STATE_KEY not in state.stateful_callbacks
+            and not (checkpoint / MANIFEST).exists()
+            and any(checkpoint.glob("*.safetensors"))
+        ):
             return None  # Trainer alone wrote this checkpoint, without FSDP
-        if not has_state:
-            return f"it has no {TRAINER_STATE_NAME}, so it is no checkpoint"
         return (
             "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it. "
-            f"If its files are all there: {way_back}"
+            f"{way_back}"
         )
     files = manifest["files"]
-    names = [name for name in files if name.startswith(prefix)]
+    names = [name for name in files if not (only_model and name.startswith("optimizer"))]
     names.sort(key=lambda name: files[name]["bytes"])
     for name in names[part::num_parts]:
         path = checkpoint / name
         try:
             if not path.resolve().is_relative_to(checkpoint.resolve()) or not path.is_file():
-                return f"{name} is no file of this checkpoint. If that is on purpose: {way_back}"
+                return f"{name} is no file of this checkpoint. {way_back}"
             if read_facts(path) != files[name]:
-                return f"{name} is damaged. If it was changed on purpose: {way_back}"
+                return f"{name} is damaged. {way_back}"
         except (OSError, ValueError) as error:
             return f"{name} is unusable: {describe(error)}"
     # Also check `.metadata` files that the manifest does not list, because DCP would read them.
     folders = sorted({path.parent for path in checkpoint.glob("*/*.metadata")})
-    folders = [folder for folder in folders if folder.name.startswith(prefix)]
     for folder in folders[part::num_parts]:
         try:
             check_pickles(folder)

@@ -33,7 +33,7 @@ from hf_fsdp_recipes.saving.directory import (
     step_of,
 )
 from hf_fsdp_recipes.saving.recorder import is_sharded, redirected
-from hf_fsdp_recipes.saving.resume import WEIGHT_FILES, find_damage_together
+from hf_fsdp_recipes.saving.resume import find_damage_together
 from hf_fsdp_recipes.saving.saver import Save, Saver, check_finite
 from hf_fsdp_recipes.saving.signals import StepFlags
 from hf_fsdp_recipes.training.units import train_like_one_process
@@ -134,7 +134,10 @@ class Run(TrainerCallback):
         states: Any = state.stateful_callbacks  # annotated as a list, but a dict
         is_evaluation_due = states.get(STATE_KEY, {}).get("evaluate")
         states[STATE_KEY] = {"run": self.run_id, "evaluate": False}
-        self._locate_best()
+        if self._checkpoint:
+            saved = TrainerState.load_from_json(str(Path(self._checkpoint, TRAINER_STATE_NAME)))
+            if saved.best_model_checkpoint:
+                self._locate_best(step_of(Path(saved.best_model_checkpoint)))
         self._kept_best = _best(state)
         if self.trainer.is_fsdp_enabled:
             train_like_one_process(self.trainer.model)
@@ -150,7 +153,7 @@ class Run(TrainerCallback):
             getattr(self.trainer, LOAD_RANDOM_STATE)(self._checkpoint)
             metrics = getattr(self.trainer, EVALUATE)(None, None)
             getattr(self.trainer, DETERMINE_BEST)(metrics=metrics, trial=None)
-            self._locate_best()
+            self._locate_best(state.best_global_step)
             getattr(self.trainer, SAVE_RANDOM_STATE)(self._random_state)
             self._replace(LOAD_RANDOM_STATE, lambda load, _: load(self._random_state))
         if control.should_training_stop:
@@ -180,6 +183,8 @@ class Run(TrainerCallback):
             self._stop_if_hopeless()
         if self._flags.told:
             args.save_only_model = False  # so that the next run continues exactly
+            if state.epoch % 1:
+                args.eval_strategy = "no"  # the epoch is cut short, so it does not end here
             control.should_save = self._saved_step != state.global_step
             control.should_training_stop = True
         self._can_stop = control.should_evaluate
@@ -211,7 +216,12 @@ class Run(TrainerCallback):
         trainer.callback_handler.on_train_end(*events)
 
     def on_evaluate(self, *_: object, **__: object) -> None:
-        """Finish the save in flight: if it failed, its metric must not be the best so far."""
+        """Finish the save in flight: if it failed, its metric must not be the best so far.
+
+        Another evaluation that follows is of a callback, or of another dataset. If it were stopped,
+        the resumed run would repeat this one.
+        """
+        self._can_stop = False
         if not self._is_saving():
             self._settle()
 
@@ -224,7 +234,9 @@ class Run(TrainerCallback):
         self._saved_step = state.global_step
         self._come_last()
         self._stop_if_hopeless()
-        self._locate_best()
+        self._locate_best(state.best_global_step)
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(self._path_of(state.global_step))
         save = Save(
             step=state.global_step,
             written=self._directory.workspace / f"checkpoint-{state.global_step}",
@@ -252,17 +264,14 @@ class Run(TrainerCallback):
                 raise  # as in stock Trainer: other ranks may still wait for this one
             save.error = error
 
-    def _locate_best(self) -> None:
-        """Let Trainer's state name the best checkpoint, once the save that begins is complete.
+    def _locate_best(self, step: int | None) -> None:
+        """Let Trainer's state name the checkpoint of a step as the best, if it is there.
 
         So the directory of a run may be moved.
         """
         state = self.trainer.state
-        step = state.best_global_step
         # A kill may have left `checkpoint-0<step>` only.
         found = [path for path in list_checkpoints(self._directory.path) if step_of(path) == step]
-        if step == state.global_step:
-            found = [self._path_of(step)]
         for path in distributed.from_main(found[:1]):
             state.best_model_checkpoint = str(path)
 
@@ -292,19 +301,15 @@ class Run(TrainerCallback):
         save = self._save
         if save is None or not self._is_saving():
             return
-        trainer = self.trainer
         distributed.gather(None)  # then the callbacks of all ranks are done
         distributed.run_on_main(lambda: self._directory.hide(save.written))
         self._saver.complete(save)
         if not self._is_asynchronous:
             self._settle()
-            if trainer.args.push_to_hub and self._error is None:
-                getattr(trainer, PUSH_CHECKPOINT)(str(self._path_of(save.step)))
+            if self.trainer.args.push_to_hub and self._error is None:
+                getattr(self.trainer, PUSH_CHECKPOINT)(str(self._path_of(save.step)))
 
-    def on_step_begin(self, *_: object, **__: object) -> None:
-        """Let a save be completed that another callback has made without Trainer's event."""
-        self._can_stop = False
-        self.on_save()
+    on_step_begin = on_save  # another callback may have saved without Trainer's event
 
     def _come_last(self) -> None:
         """Be the last callback again: others may have been added."""
@@ -327,15 +332,16 @@ class Run(TrainerCallback):
         values: dict[str, Any] = {"save_total_limit": None}
         if self._flags.told:
             values["load_best_model_at_end"] = False
-        elif arguments.load_best_model_at_end and state.best_model_checkpoint:
-            self._check_best(Path(state.best_model_checkpoint))
+        elif arguments.load_best_model_at_end:
+            self._check_best()
         with mock.patch.multiple(arguments, **values):
             return by_trainer(*args, **kwargs)
 
-    def _check_best(self, best: Path) -> None:
+    def _check_best(self) -> None:
         """Raise a CheckpointError if the best checkpoint is not as it was written. Collective."""
-        if distributed.from_main((best / MANIFEST).is_file()):
-            damage = find_damage_together(best, WEIGHT_FILES)
+        best = self.trainer.state.best_model_checkpoint
+        if distributed.from_main(best and Path(best, MANIFEST).is_file()):
+            damage = find_damage_together(Path(best), only_model=True)
             if damage:
                 raise CheckpointError(f"the best checkpoint, {best}, cannot be loaded: {damage}")
 

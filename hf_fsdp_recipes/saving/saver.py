@@ -177,7 +177,7 @@ class Saver:
             if path.is_file() and not path.is_symlink() and name not in files:
                 files[name] = hash_small_file(path)
         self._directory.publish(save.written, save.facts, files)
-        self._directory.prune(save.keep, (save.step, save.best[1]))
+        self._directory.prune(save.keep, save.step, save.best[-1])
 
 
 def hash_small_file(path: Path) -> dict[str, object]:

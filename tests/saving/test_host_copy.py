@@ -114,7 +114,7 @@ def test_too_little_memory_for_all_ranks_of_a_node_is_an_obstacle(monkeypatch):
     monkeypatch.setattr(host_copy, "available_host_bytes", lambda: 12_000_000)
     state = {"weight": torch.ones(1_000_000)}
     HostCopy(1).check(state)
-    with pytest.raises(CheckpointError, match=r"need 0\.0 GB"):
+    with pytest.raises(CheckpointError, match=r"needs 0\.0 GB"):
         HostCopy(4).check(state)
 
 

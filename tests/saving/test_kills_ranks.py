@@ -34,7 +34,7 @@ def _save(run, step, published):
     }
     run.publish(written, {"step": step}, files)
     published[0] = step
-    run.prune(1, (step,))
+    run.prune(1, step, None)
 
 
 def _save_until_killed(output, event_of_kill, published):
