@@ -198,6 +198,28 @@ def test_a_finished_run_that_is_started_again_exports_only_what_is_not_there(run
     assert digests_in(tmp_path / "export") == best
 
 
+@SINGLE
+def test_an_export_of_an_adapter_stays_though_peft_orders_its_modules_anew(run, tmp_path, world):
+    options = {"world": world, "lora": True, "callback": {"export_dir": tmp_path / "export"}}
+    run(tmp_path / "run", 1, **options)
+    config = json.loads((tmp_path / "export" / "adapter_config.json").read_text())
+    config["target_modules"] = sorted(config["target_modules"], reverse=True)
+    (tmp_path / "export" / "adapter_config.json").write_text(json.dumps(config))
+    before = contents_of(tmp_path)
+    run(tmp_path / "run", 1, **options)
+    assert contents_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("world", ["fsdp", "one"])
+def test_an_export_that_cannot_be_written_is_refused_before_training(run, tmp_path, world):
+    (tmp_path / "file").write_text("mine")
+    callback = {"export_dir": tmp_path / "file" / "export"}
+    for result in run(tmp_path / "run", world=world, callback=callback):
+        assert result["error"].startswith(f"{tmp_path}/file/export cannot be written")
+        assert result["step"] == 0
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
 def _damage_the_best(trainer, file):
     """Let the disk damage the best checkpoint while step 4 is saved."""
     _end_before_the_export(trainer, "no way")
@@ -212,7 +234,11 @@ def _damage_the_best(trainer, file):
 
 @pytest.mark.parametrize(
     ("world", "file"),
-    [("fsdp", "pytorch_model_fsdp_0/__0_0.distcp"), ("one", "model.safetensors")],
+    [
+        ("fsdp", "pytorch_model_fsdp_0/__0_0.distcp"),
+        ("full state", "pytorch_model_fsdp.bin"),
+        ("one", "model.safetensors"),
+    ],
 )
 def test_a_best_checkpoint_that_is_damaged_is_not_exported(run, tmp_path, world, file):
     options = BEST | {"callback": {"export_dir": tmp_path / "export"}, "world": world}

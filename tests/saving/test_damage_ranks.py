@@ -12,7 +12,7 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
-from hf_fsdp_recipes import cli
+from hf_fsdp_recipes import cli, latest_checkpoint
 from hf_fsdp_recipes.errors import RecipeError
 from tests.saving.damage import ATTACKS, PART, damage, forge
 from tests.saving.runs import contents_of, steps_in
@@ -232,3 +232,11 @@ def test_a_resume_from_a_forged_random_state_fails_without_running_its_code(run,
     forge("random state", output / "checkpoint-2", tmp_path / "canary")
     errors = run(output, expect_failure=True)
     assert errors[0][0] == "UnpicklingError" and not (tmp_path / "canary").exists()
+
+
+def test_a_copy_of_an_unfinished_checkpoint_without_shards_is_skipped(run, tmp_path):
+    run(tmp_path, world="one")
+    (tmp_path / "checkpoint-4" / "manifest.json").unlink()
+    with (tmp_path / "checkpoint-4" / "trainer_state.json").open("r+") as state:
+        state.truncate(10)
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")

@@ -350,3 +350,27 @@ def test_a_best_checkpoint_that_a_kill_left_under_its_other_name_is_kept_and_exp
     assert result["resumed"] == "checkpoint-02" and result["best"][1] == 2
     assert names_in(tmp_path / "run") == ["checkpoint-02", "checkpoint-4"]
     assert digests_in(tmp_path / "export") == best
+
+
+def _be_best_at_step_3(trainer):
+    """Let steps 3 and 2 be the best ones. Step 3 is not saved."""
+    scores = {1: 5, 2: 1, 3: 0, 4: 2, 5: 3, 6: 4}
+    trainer.compute_metrics = lambda _: {"score": scores[trainer.state.global_step]}
+
+
+def _train_stock_and_ours_with_a_limit(output):
+    options = BEST | {"eval_steps": 1, "save_total_limit": 2, "prepare": _be_best_at_step_3}
+    stock = train(output / "stock", stock=True, max_steps=6, **options)
+    train(output / "before", max_steps=4, **options)
+    (output / "before").rename(output / "ours")  # a person moves it
+    return stock, train(output / "ours", max_steps=6, **options)
+
+
+@SINGLE
+def test_the_best_checkpoint_is_kept_if_a_better_step_was_not_saved(run, tmp_path, world):
+    options = {"world": world, "function": _train_stock_and_ours_with_a_limit}
+    ((stock, ours),) = run(tmp_path, 1, **options)
+    assert names_in(tmp_path / "ours") == names_in(tmp_path / "stock")
+    assert ours["best"][:2] == stock["best"][:2] == (0, 3)
+    assert ours["best"][2] == str(tmp_path / "ours" / "checkpoint-2")
+    assert ours["trained"] == stock["trained"] == digests_in(tmp_path / "ours" / "checkpoint-2")

@@ -234,13 +234,18 @@ def _improve_and_signal(trainer, event, step):
     on(trainer, event, lambda state, control: state.global_step == step and _send())
 
 
+PLATEAU = BEST | {
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0},
+}
+
+
 @pytest.mark.parametrize("world", ["fsdp", "one"])
 @pytest.mark.parametrize(
     ("event", "step"), [("on_prediction_step", 4), ("on_step_begin", 3), ("on_step_begin", 5)]
 )
 def test_an_evaluation_that_a_signal_ends_is_made_up_for(run, tmp_path, world, event, step):
-    options = BEST | {"world": world, "max_steps": 6, "lr_scheduler_type": "reduce_lr_on_plateau"}
-    options |= {"lr_scheduler_kwargs": {"patience": 0}, "per_device_eval_batch_size": 1}
+    options = PLATEAU | {"world": world, "max_steps": 6, "per_device_eval_batch_size": 1}
     whole = run(tmp_path / "whole", prepare=_improve_until_step_4, **options)
     signal_then = functools.partial(_improve_and_signal, event=event, step=step)
     stopped = run(tmp_path / "run", prepare=signal_then, expect_failure=True, **options)
@@ -254,24 +259,52 @@ def test_an_evaluation_that_a_signal_ends_is_made_up_for(run, tmp_path, world, e
         assert (4, 2) in result["notes"] or step == 5
 
 
-def _signal_in_an_evaluation_of_a_callback(trainer):
-    """Evaluate in the middle of step 3, and send a signal in the first prediction step then."""
-    _evaluate_in_the_middle_of_step_3(trainer)
-    on(trainer, "on_prediction_step", lambda state, _: state.global_step == 2 and _send())
+def _evaluate_in_step_3(trainer, event):
+    trainer.compute_metrics = lambda _: {"score": trainer.state.global_step}
+    on(trainer, event, lambda state, _: state.global_step == 2 and trainer.evaluate())
 
 
-def _evaluate_in_the_middle_of_step_3(trainer):
-    on(trainer, "on_substep_end", lambda state, _: state.global_step == 2 and trainer.evaluate())
+def _evaluate_in_step_3_and_signal(trainer, event):
+    """Send a signal when a callback evaluates in step 3, after Trainer itself has evaluated."""
+    _evaluate_in_step_3(trainer, event)
+    evaluations = []
+    on(trainer, "on_evaluate", lambda *_: evaluations.append(1))
+    on(trainer, "on_prediction_step", lambda *_: len(evaluations) == 1 and _send())
 
 
-def test_a_signal_in_an_evaluation_of_a_callback_ends_the_run_after_the_step(run, tmp_path):
-    options = {"world": "one", "gradient_accumulation_steps": 2, "eval_strategy": "no"}
-    whole = run(tmp_path / "whole", prepare=_evaluate_in_the_middle_of_step_3, **options)
-    stopped = options | {"prepare": _signal_in_an_evaluation_of_a_callback}
-    assert run(tmp_path / "run", expect_failure=True, **stopped) == [("SystemExit", "85")]
-    assert steps_in(tmp_path / "run") == [2, 3]
-    (resumed,) = run(tmp_path / "run", prepare=_evaluate_in_the_middle_of_step_3, **options)
-    assert resumed["weights"] == whole[0]["weights"]
+@pytest.mark.parametrize("event", ["on_substep_end", "on_step_begin"])
+def test_a_signal_in_an_evaluation_of_a_callback_ends_the_run_after_the_step(run, tmp_path, event):
+    options = PLATEAU | {"world": "one", "gradient_accumulation_steps": 2}
+    evaluate = functools.partial(_evaluate_in_step_3, event=event)
+    (whole,) = run(tmp_path / "whole", prepare=evaluate, **options)
+    signal_then = functools.partial(_evaluate_in_step_3_and_signal, event=event)
+    stopped = run(tmp_path / "run", prepare=signal_then, expect_failure=True, **options)
+    assert stopped == [("SystemExit", "85")] and steps_in(tmp_path / "run") == [2, 3]
+    (resumed,) = run(tmp_path / "run", prepare=evaluate, **options)
+    assert resumed["weights"] == whole["weights"]
+
+
+@pytest.mark.parametrize("world", ["fsdp", "one"])
+def test_an_epoch_that_a_signal_cuts_short_is_not_evaluated(run, tmp_path, world):
+    options = PLATEAU | {"world": world, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    num_rows = {"fsdp": 6, "one": 12}[world]  # four steps an epoch
+    options |= {"per_device_train_batch_size": num_rows, "max_steps": 12}
+    scored = functools.partial(_evaluate_in_step_3, event="on_init_end")
+    whole = run(tmp_path / "whole", prepare=scored, **options)
+    stopped = run(
+        tmp_path / "run", prepare=_score_and_signal_in_step_6, expect_failure=True, **options
+    )
+    assert stopped == [("SystemExit", "85")] * len(whole)
+    assert steps_in(tmp_path / "run") == [4, 6]
+    resumed = run(tmp_path / "run", prepare=scored, **options)
+    for result, expected in zip(resumed, whole, strict=True):
+        assert result["resumed"] == "checkpoint-6" and result["best"][:2] == expected["best"][:2]
+        assert result["weights"] == expected["weights"]
+
+
+def _score_and_signal_in_step_6(trainer):
+    _evaluate_in_step_3(trainer, "on_init_end")
+    on(trainer, "on_step_begin", lambda state, _: state.global_step == 5 and _send())
 
 
 @pytest.mark.parametrize("world", ["ddp", "one"])
