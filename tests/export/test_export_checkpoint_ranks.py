@@ -227,7 +227,8 @@ def test_an_adapters_checkpoint_without_its_config_names_the_file(trained, tmp_p
     shutil.copytree(
         trained("llama", lora=LORA | {"modules_to_save": ["lm_head"]}) / "checkpoint-2", checkpoint
     )
-    (checkpoint / "adapter_config.json").unlink()
+    for name in ("adapter_config.json", "manifest.json", "trainer_state.json"):
+        (checkpoint / name).unlink()
     with pytest.raises(ExportError, match=r"no adapter_config\.json\. Copy it there"):
         export_checkpoint(checkpoint, tmp_path / "export")
 

@@ -359,7 +359,8 @@ def _be_best_at_step_3(trainer):
 
 
 def _train_stock_and_ours_with_a_limit(output):
-    options = BEST | {"eval_steps": 1, "save_total_limit": 2, "prepare": _be_best_at_step_3}
+    options = BEST | {"eval_steps": 1, "save_total_limit": 2, "lr_scheduler_type": "constant"}
+    options["prepare"] = _be_best_at_step_3
     stock = train(output / "stock", stock=True, max_steps=6, **options)
     train(output / "before", max_steps=4, **options)
     (output / "before").rename(output / "ours")  # a person moves it
@@ -370,7 +371,9 @@ def _train_stock_and_ours_with_a_limit(output):
 def test_the_best_checkpoint_is_kept_if_a_better_step_was_not_saved(run, tmp_path, world):
     options = {"world": world, "function": _train_stock_and_ours_with_a_limit}
     ((stock, ours),) = run(tmp_path, 1, **options)
-    assert names_in(tmp_path / "ours") == names_in(tmp_path / "stock")
-    assert ours["best"][:2] == stock["best"][:2] == (0, 3)
-    assert ours["best"][2] == str(tmp_path / "ours" / "checkpoint-2")
-    assert ours["trained"] == stock["trained"] == digests_in(tmp_path / "ours" / "checkpoint-2")
+    assert names_in(tmp_path / "ours") == ["checkpoint-2", "checkpoint-6"]
+    assert ours["best"] == (0, 3, str(tmp_path / "ours" / "checkpoint-2"))
+    assert ours["trained"] == digests_in(tmp_path / "ours" / "checkpoint-2")
+    if world == "one":  # with sharded state, stock Trainer does not find the best checkpoint
+        assert names_in(tmp_path / "stock") == names_in(tmp_path / "ours")
+        assert stock["best"][:2] == ours["best"][:2] and stock["trained"] == ours["trained"]
