@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from transformers import Trainer
 
-from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.training.sharded_optimizer import local_part, to_sharded
 from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS
 from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR, PUSH_CHECKPOINT
@@ -23,8 +22,7 @@ def redirected(trainer: Trainer, directory: Path) -> Iterator[dict[str, Any]]:
 
     Yields a dict {folder: state dict} that is filled while Trainer saves. It stays empty if the
     state is not sharded. Its tensors share memory with the parameters, the buffers and the
-    optimizer. At the end, raises a CheckpointError if the state is sharded but Trainer has passed
-    nothing to torch DCP's `save`.
+    optimizer.
     """
     parts: dict[str, Any] = {}
 
@@ -51,12 +49,6 @@ def redirected(trainer: Trainer, directory: Path) -> Iterator[dict[str, Any]]:
     for state in parts.values():
         if "optimizer" in state:
             add_unused_weights(state["optimizer"], trainer.model)
-    if is_sharded(trainer) and not parts:
-        raise CheckpointError(
-            "Accelerate passed nothing to torch.distributed.checkpoint.save, so nothing can be "
-            "saved in the background. Install a tested version of accelerate, or remove "
-            "ShardedCheckpointCallback."
-        )
 
 
 def is_sharded(trainer: Trainer) -> bool:

@@ -105,6 +105,8 @@ class Run(TrainerCallback):
             self._opened.callback(self._saver.close)
             self.trainer.add_callback(self)
             self._opened.callback(self.trainer.remove_callback, self)
+            arguments = vars(self.trainer.args)
+            self._opened.callback(arguments.update, arguments.copy())  # this run changes some
             self._replace(FINALIZE, self._finalize)
             by_trainer = getattr(Trainer, SAVE_CHECKPOINT)
 
@@ -138,33 +140,31 @@ class Run(TrainerCallback):
             saved = TrainerState.load_from_json(str(Path(self._checkpoint, TRAINER_STATE_NAME)))
             if saved.best_model_checkpoint:
                 self._locate_best(step_of(Path(saved.best_model_checkpoint)))
-        self._kept_best = _best(state)
         if self.trainer.is_fsdp_enabled:
             train_like_one_process(self.trainer.model)
         self._flags = StepFlags(self._callback.signals)
         self._opened.push(self._flags.close)
-        is_complete = 0 < state.max_steps <= state.global_step
-        if is_complete:
+        if 0 < state.max_steps <= state.global_step:
             distributed.print_main(
                 f"the run is complete: checkpoint-{state.global_step} has all of its steps"
             )
             control.should_training_stop = True
-        if is_evaluation_due:
+        if is_evaluation_due and args.eval_strategy != "no":
             getattr(self.trainer, LOAD_RANDOM_STATE)(self._checkpoint)
             metrics = getattr(self.trainer, EVALUATE)(None, None)
             getattr(self.trainer, DETERMINE_BEST)(metrics=metrics, trial=None)
             self._locate_best(state.best_global_step)
             getattr(self.trainer, SAVE_RANDOM_STATE)(self._random_state)
             self._replace(LOAD_RANDOM_STATE, lambda load, _: load(self._random_state))
+        self._kept_best = _best(state)
         if control.should_training_stop:
             # Otherwise, Trainer would train one more step of an unfinished epoch.
             self._replace(RUN_EPOCH, lambda run_epoch, **_: None)
 
     def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         """Start the exchange that tells all ranks of a signal or a failed save on any rank."""
-        if not self._flags.told:
-            ended = self._save and self._save.ended
-            self._flags.start(bool(ended and ended.done() and ended.exception()))
+        ended = self._save and self._save.ended
+        self._flags.start(bool(ended and ended.done() and ended.exception()))
 
     def on_step_end(
         self,
@@ -173,7 +173,7 @@ class Run(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Log the error of a failed save. If any rank got a signal, let Trainer save and stop.
+        """Log the error of a failed save. If any rank got a signal, let Trainer stop.
 
         Raises:
             CheckpointError: weights are not finite, or several saves in a row have failed.
@@ -182,10 +182,8 @@ class Run(TrainerCallback):
             self._settle()
             self._stop_if_hopeless()
         if self._flags.told:
-            args.save_only_model = False  # so that the next run continues exactly
-            if state.epoch % 1:
-                args.eval_strategy = "no"  # the epoch is cut short, so it does not end here
-            control.should_save = self._saved_step != state.global_step
+            if state.epoch % 1 and not control.should_training_stop:
+                args.eval_strategy = "no"  # Trainer ends the epoch, which is cut short
             control.should_training_stop = True
         self._can_stop = control.should_evaluate
         if self._can_stop:
@@ -198,7 +196,7 @@ class Run(TrainerCallback):
 
         But do not end one that another callback has begun.
         """
-        if not self._can_stop or self._is_saving():
+        if not self._can_stop:
             return
         self._flags.finish()
         if not self._flags.told:
@@ -206,14 +204,17 @@ class Run(TrainerCallback):
             return
         self._can_stop = False
         trainer = self.trainer
-        events = (trainer.args, trainer.state, trainer.control)
-        states: Any = trainer.state.stateful_callbacks
-        states[STATE_KEY]["evaluate"] = True
-        trainer.args.save_only_model = False
+        trainer.state.stateful_callbacks[STATE_KEY]["evaluate"] = True
         getattr(trainer, LOAD_RANDOM_STATE)(self._random_state)
+        self._save_now()
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+
+    def _save_now(self) -> None:
+        """Save because of a signal, so that the next run continues exactly. Collective."""
+        trainer = self.trainer
+        trainer.args.save_only_model = False
         getattr(trainer, SAVE_CHECKPOINT)(trainer.model, None)
-        trainer.callback_handler.on_save(*events)
-        trainer.callback_handler.on_train_end(*events)
+        trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
     def on_evaluate(self, *_: object, **__: object) -> None:
         """Finish the save in flight: if it failed, its metric must not be the best so far.
@@ -222,7 +223,8 @@ class Run(TrainerCallback):
         the resumed run would repeat this one.
         """
         self._can_stop = False
-        if not self._is_saving():
+        self._saved_step = -1  # what an evaluation has found is not saved
+        if self._save and self._save.ended:  # else other callbacks may still add files
             self._settle()
 
     def save_checkpoint(self, by_trainer: Callable[[], None]) -> None:
@@ -299,7 +301,7 @@ class Run(TrainerCallback):
     def on_save(self, *_: object, **__: object) -> None:
         """Let the save be completed: all other callbacks have added their files."""
         save = self._save
-        if save is None or not self._is_saving():
+        if save is None or save.ended is not None:
             return
         distributed.gather(None)  # then the callbacks of all ranks are done
         distributed.run_on_main(lambda: self._directory.hide(save.written))
@@ -316,26 +318,23 @@ class Run(TrainerCallback):
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.append(callbacks.pop(callbacks.index(self)))
 
-    def _is_saving(self) -> bool:
-        """Return whether callbacks may still add files to the save in flight."""
-        return self._save is not None and self._save.ended is None
-
     def _finalize(self, by_trainer: Callable, *args: object, **kwargs: object) -> Any:
         """Finish the save in flight before Trainer loads the best model."""
         self._can_stop = False
         self._come_last()
-        self._settle()
         state = self.trainer.state
+        if self._flags.told and self._saved_step != state.global_step:
+            self._save_now()
+        self._settle()
         _set_best(state, distributed.from_main(_best(state)))
         arguments = self.trainer.args
-        # With save_total_limit=1, Trainer would delete all checkpoints but the best one.
-        values: dict[str, Any] = {"save_total_limit": None}
         if self._flags.told:
-            values["load_best_model_at_end"] = False
-        elif arguments.load_best_model_at_end:
+            arguments.load_best_model_at_end = False
+        if arguments.load_best_model_at_end:
             self._check_best()
-        with mock.patch.multiple(arguments, **values):
-            return by_trainer(*args, **kwargs)
+        # With 1, Trainer would delete all checkpoints but the best one.
+        arguments.save_total_limit = None
+        return by_trainer(*args, **kwargs)
 
     def _check_best(self) -> None:
         """Raise a CheckpointError if the best checkpoint is not as it was written. Collective."""
