@@ -216,7 +216,7 @@ def test_a_signal_after_the_best_model_is_loaded_saves_no_other_step(run, tmp_pa
 
 def _improve_until_step_4(trainer):
     """Let step 4 have the best model, and the rate depend on the metric, which is sampled."""
-    scores = {2: 3, 4: 1, 6: 2}
+    scores = {2: 3, 4: 1, 6: 2, 8: 4}
 
     def compute_metrics(_):
         return {"score": scores[trainer.state.global_step], "sampled": float(torch.rand(()))}
@@ -316,3 +316,67 @@ def test_a_signal_saves_all_state_even_if_other_saves_hold_the_model_only(run, t
     resumed = run(tmp_path / "run", **options)
     assert [result["resumed"] for result in resumed] == ["checkpoint-3"] * len(whole)
     assert [result["weights"] for result in resumed] == [result["weights"] for result in whole]
+
+
+def _score_4_and_6_and_signal(trainer, step=None, is_custom=False):
+    """Let step 6 be better than step 4. Send a signal in a step."""
+    scores = {4: 2, 6: 1, 8: 3}
+    trainer.compute_metrics = lambda _: {"score": scores[trainer.state.global_step]}
+    if is_custom:
+        trainer.evaluate = functools.partial(_evaluate_without_events, trainer, scores)
+    if step is not None:
+        on(trainer, "on_step_begin", lambda state, _: state.global_step == step - 1 and _send())
+
+
+def _evaluate_without_events(trainer, scores, *_, **__):
+    """Do what a user's own `evaluate` does."""
+    metrics = {"eval_score": scores[trainer.state.global_step]}
+    events = (trainer.args, trainer.state, trainer.control)
+    trainer.control = trainer.callback_handler.on_evaluate(*events, metrics)
+    return metrics
+
+
+@pytest.mark.parametrize("is_custom", [False, True], ids=["", "evaluate of the user"])
+@pytest.mark.parametrize(("step", "max_steps"), [(6, 6), (4, 8)], ids=["last step", "epoch's end"])
+def test_the_evaluation_after_a_signal_in_an_epochs_last_step_counts(
+    run, tmp_path, step, max_steps, is_custom
+):
+    options = BEST | {"world": "one", "eval_strategy": "epoch", "save_strategy": "epoch"}
+    options |= {"per_device_train_batch_size": 12, "max_steps": max_steps}  # 4 steps an epoch
+    scored = functools.partial(_score_4_and_6_and_signal, is_custom=is_custom)
+    (whole,) = run(tmp_path / "whole", prepare=scored, **options)
+    assert whole["best"][1] == {6: 6, 8: 4}[max_steps]
+    signal_then = functools.partial(scored, step=step)
+    stopped = run(tmp_path / "run", prepare=signal_then, expect_failure=True, **options)
+    assert stopped == [("SystemExit", "85")]
+    (resumed,) = run(tmp_path / "run", prepare=scored, **options)
+    assert resumed["resumed"] == f"checkpoint-{step}"
+    assert resumed["best"][:2] == whole["best"][:2] and resumed["weights"] == whole["weights"]
+
+
+def _fail_to_save_step_6(trainer):
+    scores = {4: 1, 6: 0, 8: 4}
+    trainer.compute_metrics = lambda _: {"score": scores[trainer.state.global_step]}
+
+    def fail(state, control):
+        if state.global_step == 6:
+            Path(trainer.args.output_dir, "checkpoint-6", "manifest.json").touch()
+
+    on(trainer, "on_save", fail)
+
+
+def test_a_failed_save_leaves_the_best_of_an_evaluation_that_was_made_up_for(run, tmp_path):
+    options = BEST | {"world": "one", "max_steps": 8, "per_device_eval_batch_size": 1}
+    signal_then = functools.partial(_improve_and_signal, event="on_prediction_step", step=4)
+    run(tmp_path, prepare=signal_then, expect_failure=True, **options)
+    (resumed,) = run(tmp_path, prepare=_fail_to_save_step_6, **options)
+    assert resumed["error"] is None and resumed["best"][1] == 4
+
+
+def test_an_evaluation_is_not_made_up_for_if_the_run_evaluates_no_more(run, tmp_path):
+    options = {"world": "one", "max_steps": 6, "per_device_eval_batch_size": 1}
+    signal_then = functools.partial(_improve_and_signal, event="on_prediction_step", step=4)
+    evaluating = {"eval_strategy": "steps", "eval_steps": 2, "expect_failure": True}
+    run(tmp_path, prepare=signal_then, **options, **evaluating)
+    (resumed,) = run(tmp_path, **options)
+    assert resumed["resumed"] == "checkpoint-4" and resumed["step"] == 6
