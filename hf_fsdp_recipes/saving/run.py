@@ -294,7 +294,7 @@ class Run(TrainerCallback):
             check_finite(item for item in weights if item[1].requires_grad)
         if trainer.args.should_save:
             state.save_to_json(str(save.written / TRAINER_STATE_NAME))
-            if save.state:
+            if is_sharded(trainer):
                 model = extract_model_from_parallel(trainer.model, keep_torch_compile=False)
                 write_description(save.written, model, self.processor)
 

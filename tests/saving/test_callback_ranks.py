@@ -7,11 +7,13 @@ import functools
 import shutil
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from hf_fsdp_recipes import export_checkpoint
 from tests.ranks.harness import run_ranks
-from tests.saving.runs import BEST, describe, on, rank, steps_in, train
+from tests.saving.runs import BEST, describe, digests_in, on, rank, steps_in, train
 
 
 def _save_step_3_and_write_into_it(trainer):
@@ -196,18 +198,22 @@ def test_a_token_for_the_hub_is_written_nowhere(run, tmp_path):
 
 def _save_in_another_way(trainer):
     """Stand for a version of accelerate that writes shards without torch DCP's `save`."""
+    import torch.distributed.checkpoint as dcp
     import transformers.trainer
 
     for name in ("save_fsdp_model", "save_fsdp_optimizer"):
-        setattr(
-            transformers.trainer,
-            name,
-            lambda *arguments, **_: Path(arguments[-1]).mkdir(parents=True, exist_ok=True),
-        )
+        function = getattr(transformers.trainer, name)
+        bound = mock.patch.object(dcp, "save", dcp.save)(function)
+        setattr(transformers.trainer, name, bound)
 
 
-def test_an_accelerate_that_saves_in_another_way_is_an_error_and_no_empty_checkpoint(run, tmp_path):
-    results = run(tmp_path, prepare=_save_in_another_way)
-    assert (
-        "Install a tested version of accelerate" in results[0]["error"] and steps_in(tmp_path) == []
-    )
+def test_what_an_accelerate_of_another_kind_writes_is_a_checkpoint_too(run, tmp_path):
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "run", prepare=_save_in_another_way)
+    assert steps_in(tmp_path / "run") == [2, 4]
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    exported = export_checkpoint(tmp_path / "run" / "checkpoint-2", tmp_path / "export")
+    assert digests_in(exported) == digests_in(tmp_path / "whole" / "checkpoint-2")
+    resumed = run(tmp_path / "run")
+    assert resumed[0]["resumed"] == "checkpoint-2"
+    assert [result["weights"] for result in resumed] == [result["weights"] for result in whole]
