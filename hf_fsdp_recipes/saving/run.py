@@ -96,8 +96,8 @@ class Run(TrainerCallback):
         """Run Trainer's training loop and return its result. Collective.
 
         When this returns or raises an error, the save in flight has ended, and the trainer and the
-        process are as before. A save is given up if an error is raised before all callbacks have
-        added their files.
+        process are as before, except for training arguments if a signal has stopped the run. A save
+        is given up if an error is raised before all callbacks have added their files.
         """
         with self._opened:
             # This rank's random state before the evaluation that may be stopped.
@@ -105,8 +105,6 @@ class Run(TrainerCallback):
             self._opened.callback(self._saver.close)
             self.trainer.add_callback(self)
             self._opened.callback(self.trainer.remove_callback, self)
-            arguments = vars(self.trainer.args)
-            self._opened.callback(arguments.update, arguments.copy())  # this run changes some
             self._replace(FINALIZE, self._finalize)
             by_trainer = getattr(Trainer, SAVE_CHECKPOINT)
 
@@ -333,8 +331,8 @@ class Run(TrainerCallback):
         if arguments.load_best_model_at_end:
             self._check_best()
         # With 1, Trainer would delete all checkpoints but the best one.
-        arguments.save_total_limit = None
-        return by_trainer(*args, **kwargs)
+        with mock.patch.object(arguments, "save_total_limit", None):
+            return by_trainer(*args, **kwargs)
 
     def _check_best(self) -> None:
         """Raise a CheckpointError if the best checkpoint is not as it was written. Collective."""
