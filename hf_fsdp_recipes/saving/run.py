@@ -135,7 +135,9 @@ class Run(TrainerCallback):
         is_evaluation_due = states.get(STATE_KEY, {}).get("evaluate")
         states[STATE_KEY] = {"run": self.run_id, "evaluate": False}
         if self._checkpoint:
-            saved = TrainerState.load_from_json(str(Path(self._checkpoint, TRAINER_STATE_NAME)))
+            # Trainer forgets it if the directory was moved.
+            file = str(Path(self._checkpoint, TRAINER_STATE_NAME))
+            saved = distributed.run_on_main(lambda: TrainerState.load_from_json(file))
             if saved.best_model_checkpoint:
                 self._locate_best(step_of(Path(saved.best_model_checkpoint)))
         if self.trainer.is_fsdp_enabled:

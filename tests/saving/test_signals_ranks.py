@@ -259,8 +259,12 @@ def test_an_evaluation_that_a_signal_ends_is_made_up_for(run, tmp_path, world, e
         assert (4, 2) in result["notes"] or step == 5
 
 
-def _evaluate_in_step_3(trainer, event):
+def _score_by_step(trainer):
     trainer.compute_metrics = lambda _: {"score": trainer.state.global_step}
+
+
+def _evaluate_in_step_3(trainer, event):
+    _score_by_step(trainer)
     on(trainer, event, lambda state, _: state.global_step == 2 and trainer.evaluate())
 
 
@@ -289,21 +293,20 @@ def test_an_epoch_that_a_signal_cuts_short_is_not_evaluated(run, tmp_path, world
     options = PLATEAU | {"world": world, "eval_strategy": "epoch", "save_strategy": "epoch"}
     num_rows = {"fsdp": 6, "one": 12}[world]  # four steps an epoch
     options |= {"per_device_train_batch_size": num_rows, "max_steps": 12}
-    scored = functools.partial(_evaluate_in_step_3, event="on_init_end")
-    whole = run(tmp_path / "whole", prepare=scored, **options)
+    whole = run(tmp_path / "whole", prepare=_score_by_step, **options)
     stopped = run(
         tmp_path / "run", prepare=_score_and_signal_in_step_6, expect_failure=True, **options
     )
     assert stopped == [("SystemExit", "85")] * len(whole)
     assert steps_in(tmp_path / "run") == [4, 6]
-    resumed = run(tmp_path / "run", prepare=scored, **options)
+    resumed = run(tmp_path / "run", prepare=_score_by_step, **options)
     for result, expected in zip(resumed, whole, strict=True):
         assert result["resumed"] == "checkpoint-6" and result["best"][:2] == expected["best"][:2]
         assert result["weights"] == expected["weights"]
 
 
 def _score_and_signal_in_step_6(trainer):
-    _evaluate_in_step_3(trainer, "on_init_end")
+    _score_by_step(trainer)
     on(trainer, "on_step_begin", lambda state, _: state.global_step == 5 and _send())
 
 
