@@ -193,7 +193,10 @@ def test_checkpoints_are_listed_and_verify_finds_damage(tmp_path):
     assert "trainer_state.json is unusable" in rows[4][3]
     verified = run(cli.app, ["checkpoints", str(tmp_path), "--verify"]).output.splitlines()
     assert verified[1].endswith("complete")
-    assert f"a.bin is damaged. To use it as it is: hf-fsdp checkpoints {tmp_path}" in verified[2]
+    assert (
+        f"a.bin is damaged. If it was changed on purpose: hf-fsdp checkpoints {tmp_path}"
+        in verified[2]
+    )
     accepted = run(cli.app, ["checkpoints", str(tmp_path), "--accept", "10", "--verify"]).output
     assert accepted.splitlines()[0] == "accepted: a.bin, trainer_state.json"
     assert accepted.splitlines()[3].endswith("complete")

@@ -141,6 +141,8 @@ class OutputDirectory:
                 "output_dir."
             )
         self._clean()
+        if resumed and not Path(resumed).exists():
+            raise CheckpointError(f"{resumed} was unfinished, and is deleted. Start again.")
         for path in list_checkpoints(self.path):  # also what a killed run has left of one
             if step_of(path) > step:
                 logger.warning(

@@ -118,9 +118,7 @@ def find_damage(
 
     Return what is wrong with them, or None if they are intact.
     """
-    way_back = (
-        f"To use it as it is: hf-fsdp checkpoints {checkpoint.parent} --accept {checkpoint.name}"
-    )
+    way_back = f"hf-fsdp checkpoints {checkpoint.parent} --accept {checkpoint.name}"
     manifest = read_manifest(checkpoint)
     if manifest is None:
         try:
@@ -135,7 +133,7 @@ def find_damage(
             return None  # Trainer alone wrote this checkpoint, without FSDP
         return (
             "it has no readable manifest.json, so ShardedCheckpointCallback did not complete it. "
-            f"{way_back}"
+            f"If its files are all there: {way_back}"
         )
     files = manifest["files"]
     names = [name for name in files if not (only_model and name.startswith("optimizer"))]
@@ -144,9 +142,9 @@ def find_damage(
         path = checkpoint / name
         try:
             if not path.resolve().is_relative_to(checkpoint.resolve()) or not path.is_file():
-                return f"{name} is no file of this checkpoint. {way_back}"
+                return f"{name} is no file of this checkpoint. If that is on purpose: {way_back}"
             if read_facts(path) != files[name]:
-                return f"{name} is damaged. {way_back}"
+                return f"{name} is damaged. If it was changed on purpose: {way_back}"
         except (OSError, ValueError) as error:
             return f"{name} is unusable: {describe(error)}"
     # Also check `.metadata` files that the manifest does not list, because DCP would read them.
@@ -171,7 +169,9 @@ def accept(checkpoint: Path) -> list[str]:
     """
     is_there = checkpoint in list_checkpoints(checkpoint.parent)
     if not is_there or not (checkpoint / TRAINER_STATE_NAME).is_file():
-        raise CheckpointError(f"{checkpoint} is no complete checkpoint.")
+        raise CheckpointError(
+            f"{checkpoint} is no complete checkpoint. Without --accept, this command lists them."
+        )
     manifest = read_manifest(checkpoint)
     if manifest is None:
         logger.warning(
