@@ -251,7 +251,8 @@ def before_last_file(trainer, step, action):
     save = trainer._save_rng_state
 
     def act(directory):
-        if trainer.state.global_step == step:
+        # The random state is also kept before an evaluation, in another directory.
+        if Path(directory).name == f"checkpoint-{step}":
             action()
         save(directory)
 
