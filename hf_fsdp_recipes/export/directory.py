@@ -62,7 +62,7 @@ def create(
 def _start(temporary: Path, wanted: Path, held: ExitStack) -> None:
     """Create the directory and lock it. Delete those of exports that were killed."""
     for leftover in wanted.parent.glob(f".{wanted.name}{TEMPORARY}*"):
-        stream = lock(leftover / LOCK)
+        stream = lock(leftover / LOCK, is_needed=False)
         if stream:
             rmtree(leftover, ignore_errors=True)
             stream.close()

@@ -5,7 +5,9 @@ nodes never write to the same page of a file. The ranks gather one parameter at 
 their shards to the rank that writes the file with this parameter.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +65,36 @@ def export_model(
     Raises:
         ExportError: on every rank. The model cannot be exported, and no files are left behind.
     """
-    parsed_dtype = parse_dtype(dtype)
+    write = plan_export(model, parse_dtype(dtype), merge_adapter)
+    return write(output_dir, max_shard_size, tokenizer)
+
+
+def plan_export(
+    model: Module,
+    dtype: OptionalDtype,
+    merge_adapter: bool,
+) -> Callable[..., Path]:
+    """Return a function that exports a model, with the arguments of `output.write_weights`.
+
+    Collective. Nothing is written, so this tells before training whether the model can be exported.
+    Arguments and errors are as in `export_model`.
+    """
     unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
-    if isinstance(unwrapped, PeftModel):
-        held = sources.from_model(unwrapped)
-        if not merge_adapter:
-            return output.write_adapter(unwrapped, held, output_dir, parsed_dtype, tokenizer)
-        with distributed.agreed():
-            plan = _plan_merged(unwrapped, held, parsed_dtype)
-    else:
-        held = sources.from_model(unwrapped, parsed_dtype)
-        with distributed.agreed():
-            plan = _plan_full(shells.copy_on_meta(unwrapped), unwrapped, held, parsed_dtype)
-    return output.write_weights(plan, output_dir, max_shard_size, tokenizer)
+    is_adapter = isinstance(unwrapped, PeftModel)
+    held = sources.from_model(unwrapped, None if is_adapter else dtype)
+    with distributed.agreed():
+        if is_adapter and not merge_adapter:
+            return output.plan_adapter(unwrapped, held, dtype)
+        if is_adapter:
+            plan = _plan_merged(unwrapped, held, dtype)
+        elif isinstance(unwrapped, PreTrainedModel):
+            plan = _plan_full(shells.copy_on_meta(unwrapped), unwrapped, held, dtype)
+        else:
+            raise ExportError(
+                f"{type(unwrapped).__name__} is no transformers model, so it cannot be exported in "
+                "Hugging Face format. Remove export_dir."
+            )
+    return partial(output.write_weights, plan)
 
 
 def export_checkpoint(
@@ -122,9 +141,8 @@ def export_checkpoint(
         adapted_shell = shells.adapt(shell, config, "default")
         held = _rename_adapter(held, adapted_shell.adapted, checkpoint, base)
         if not merge_adapter:
-            return output.write_adapter(
-                adapted_shell.adapted, held, output_dir, parsed_dtype, tokenizer
-            )
+            write = output.plan_adapter(adapted_shell.adapted, held, parsed_dtype)
+            return write(output_dir, max_shard_size, tokenizer)
         plan = merge.plan_merge_into_files(adapted_shell, held, base, parsed_dtype)
     return output.write_weights(plan, output_dir, max_shard_size, tokenizer)
 
@@ -218,7 +236,8 @@ def _plan_full(
     wrong += sorted(held.keys() - state.keys() - ignored)
     if wrong:
         raise ExportError(
-            f"the weights do not fit the config of {type(shell).__name__}: {wrong[:3]}."
+            f"the weights do not fit the config of {type(shell).__name__}: {wrong[:3]}. "
+            "A model with changed layers cannot be exported."
         )
     return plan_in_file_format(
         shell, [copy_step(name, name, held[name], dtype) for name in kept], held

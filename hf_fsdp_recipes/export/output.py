@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -21,22 +21,32 @@ from hf_fsdp_recipes.export.steps import Plan
 from hf_fsdp_recipes.upstream.torch_internals import StorageWeakRef
 
 
-def write_adapter(
+def plan_adapter(
     model: PeftModel,
     held: Sources,
-    output_dir: PathLike,
     dtype: OptionalDtype,
+) -> Callable[..., Path]:
+    """Return a function that writes the active adapter, with the arguments of `write_weights`."""
+    metas = {name: source.meta for name, source in held.items()}
+    names = sorted({*shells.match_adapter(model, metas).values()})
+    return partial(_write_adapter, model, {name: held[name] for name in names}, dtype)
+
+
+def _write_adapter(
+    model: PeftModel,
+    held: Sources,
+    dtype: OptionalDtype,
+    output_dir: PathLike,
+    _: object,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Path:
     """Gather the adapter on rank 0, which writes it with PEFT's `save_pretrained`. Collective."""
     is_main = distributed.is_main()
-    metas = {name: source.meta for name, source in held.items()}
-    names = sorted({*shells.match_adapter(model, metas).values()})
 
     def write(target: Path) -> None:
         state = {}
-        for name in names:
-            tensor = held[name].read(0)
+        for name, source in held.items():
+            tensor = source.read(0)
             if tensor is not None and is_main:
                 state[name] = tensor.to("cpu", on_meta(tensor, dtype).dtype)
         with distributed.agreed():

@@ -11,20 +11,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import CheckpointError, ExportError, explained
-from hf_fsdp_recipes.export.directory import (
-    check_is_own,
-    publish,
-)
-from hf_fsdp_recipes.export.export import export_model, parse_dtype
+from hf_fsdp_recipes.export.directory import check_is_own, publish
+from hf_fsdp_recipes.export.export import export_model, parse_dtype, plan_export
 from hf_fsdp_recipes.loading.load_model import check_fsdp_version
-from hf_fsdp_recipes.saving.directory import OutputDirectory, read_run_id
+from hf_fsdp_recipes.saving.directory import OutputDirectory, read_run_id, step_of
 from hf_fsdp_recipes.saving.recorder import is_sharded
-from hf_fsdp_recipes.saving.run import Run
+from hf_fsdp_recipes.saving.run import Run, checksums
 from hf_fsdp_recipes.upstream import patches
 from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR, INTERNAL_CALL
 
@@ -64,6 +61,7 @@ class ShardedCheckpointCallback(TrainerCallback):
     Attributes:
         exported: the directories to which the last training loop has exported.
         has_begun: whether a training loop has begun. Errors before that come from the set-up.
+        evaluated: checksums of the weights that Trainer evaluates, or None if it does not.
 
     Raises:
         LoadError: the Accelerate config asks for FSDP1.
@@ -71,7 +69,8 @@ class ShardedCheckpointCallback(TrainerCallback):
         CheckpointError: on every rank. Another run trains in `output_dir` or has left checkpoints
             there, or saves have failed.
         ExportError: on every rank. `export_dir` holds something else than this run's export, the
-            export cannot be written, or `export_dtype` is no floating-point dtype.
+            model cannot be exported, which is known before training, the export cannot be written,
+            or `export_dtype` is no floating-point dtype.
     """
 
     def __init__(
@@ -92,6 +91,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._export_dtype = parse_dtype(export_dtype)
         self.exported: list[Path] = []
         self.has_begun = False
+        self.evaluated: list[float] | None = None
         self._run_id: str | None = None
         self._is_training = False
         if patches.is_fsdp_requested():
@@ -115,6 +115,26 @@ class ShardedCheckpointCallback(TrainerCallback):
                 "a training loop of its own. Remove it."
             )
         self.has_begun = True
+
+    def on_step_end(
+        self,
+        args: object,
+        state: object,
+        control: TrainerControl,
+        model: Any = None,
+        **_: object,
+    ) -> None:
+        """Note the weights before other callbacks can replace them for an evaluation."""
+        self.evaluated = checksums(model) if control.should_evaluate else None
+
+    on_epoch_end = on_step_end
+
+    def on_evaluate(self, *_: object, **__: object) -> None:
+        """Note that evaluations which follow are of other callbacks, or of another dataset.
+
+        If a signal ended them, the resumed run would repeat this one.
+        """
+        self.evaluated = None
 
     def train_with(
         self,
@@ -144,6 +164,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             lambda: self._claim(directory, trainer.args.auto_find_batch_size, checkpoint)
         )
         self._is_training = True
+        self.evaluated = None
         try:
             if is_sharded(trainer) and "save_model" not in vars(trainer):
                 trainer.save_model = partial(_save_model, trainer, trainer.save_model)
@@ -169,6 +190,10 @@ class ShardedCheckpointCallback(TrainerCallback):
             run_id = read_run_id(Path(checkpoint))
         run_id = run_id or secrets.token_hex(8)
         for export_dir in self._exports:
+            if directory.path.resolve().is_relative_to(export_dir):
+                raise ExportError(
+                    f"export_dir is {export_dir}, which holds the checkpoints. Choose another one."
+                )
             check_is_own(export_dir, run_id)
             with explained(ExportError, f"{export_dir} cannot be written"):
                 export_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -180,13 +205,24 @@ class ShardedCheckpointCallback(TrainerCallback):
             raise
         return run_id
 
+    def _wanted_exports(self, model: Any) -> list[Path]:
+        """Return where the model is to be exported. Only an adapter can be merged."""
+        return self._exports[: 1 + hasattr(model, "peft_config")]
+
+    def check_exports(self, model: Any) -> None:
+        """Raise an ExportError if a model cannot be exported. Collective. A run calls it."""
+        for merge_adapter, _ in enumerate(self._wanted_exports(model)):
+            plan_export(model, self._export_dtype, bool(merge_adapter))
+
     def export(self, run: Run) -> None:
         """Export the model of a run that ends. Collective. A run calls it."""
         self.exported = []
         model = run.trainer.model
-        for merge_adapter, export_dir in enumerate(self._exports):
-            if merge_adapter and not hasattr(model, "peft_config"):
-                break
+        state = run.trainer.state
+        best = run.trainer.args.load_best_model_at_end and state.best_model_checkpoint
+        step = step_of(Path(best)) if best else state.global_step
+        facts = {"run": run.run_id, "step": step}
+        for merge_adapter, export_dir in enumerate(self._wanted_exports(model)):
             unpublished = export_dir.with_name(f".{export_dir.name}-{run.run_id}")
             # A kill may have left one.
             distributed.run_on_main(partial(rmtree, unpublished, ignore_errors=True))
@@ -197,7 +233,6 @@ class ShardedCheckpointCallback(TrainerCallback):
                 tokenizer=run.processor,
                 merge_adapter=bool(merge_adapter),
             )
-            facts = {"run": run.run_id, "step": run.trainer.state.global_step}
             final = distributed.run_on_main(partial(publish, written, export_dir, facts))
             distributed.print_main(f"exported: {final}")
             self.exported.append(final)

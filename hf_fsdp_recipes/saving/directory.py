@@ -156,7 +156,7 @@ class OutputDirectory:
         """Delete what a killed run left unfinished, if there is any and no other run trains."""
         if self.workspace.exists():
             with suppress(OSError):
-                self._lock = lock(self.workspace / LOCK)
+                self._lock = lock(self.workspace / LOCK, is_needed=False)
                 self.close()
 
     def close(self) -> None:
@@ -296,11 +296,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock(file: Path) -> TextIO | None:
+def lock(file: Path, is_needed: bool = True) -> TextIO | None:
     """Lock a file and return it open, or None if it is locked already.
 
-    The lock lasts until the file is closed or this process ends. A file system without locks causes
-    only a warning.
+    The lock lasts until the file is closed or this process ends. On a file system without locks,
+    return None unless the lock `is_needed`: then only warn.
     """
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -314,6 +314,8 @@ def lock(file: Path) -> TextIO | None:
                 stream.close()
                 return None
             except OSError as error:
+                if not is_needed:
+                    return None
                 logger.warning(
                     "%s cannot be locked: %s. Start only one run in this directory at a time.",
                     file.parent,

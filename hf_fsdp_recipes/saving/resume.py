@@ -52,10 +52,12 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     """
     # A rank that cannot read the directory must not leave the others waiting.
     decides = distributed.is_main() or not distributed.is_distributed()
-    checkpoints = list_checkpoints(Path(output_dir)) if decides else []
+    checkpoints = list_checkpoints(Path(output_dir).expanduser()) if decides else []
     for checkpoint in distributed.from_main(checkpoints):
         damage = find_damage_together(checkpoint)
         if damage is None:
+            if decides and not any(checkpoint.glob("optimizer*")):
+                logger.warning("%s holds only the model, so training does not go on", checkpoint)
             return str(checkpoint)
         if decides:
             logger.warning("%s is skipped: %s", checkpoint, damage)

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
+import torch
 from accelerate.utils import extract_model_from_parallel
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
@@ -26,7 +27,6 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import CheckpointError, WeightsError, describe
 from hf_fsdp_recipes.export.directory import save_as_it_came, write_description
 from hf_fsdp_recipes.saving.directory import (
-    MANIFEST,
     STATE_KEY,
     OutputDirectory,
     list_checkpoints,
@@ -36,6 +36,7 @@ from hf_fsdp_recipes.saving.recorder import is_sharded, redirected
 from hf_fsdp_recipes.saving.resume import find_damage_together
 from hf_fsdp_recipes.saving.saver import Save, Saver, check_finite
 from hf_fsdp_recipes.saving.signals import StepFlags
+from hf_fsdp_recipes.training.sharded_optimizer import local_part
 from hf_fsdp_recipes.training.units import train_like_one_process
 from hf_fsdp_recipes.upstream.transformers_internals import (
     DETERMINE_BEST,
@@ -85,8 +86,10 @@ class Run(TrainerCallback):
             callback.asynchronous and not trainer.args.push_to_hub
         )
         self._checkpoint = checkpoint
-        self._can_stop = False  # in an evaluation that Trainer begins after a step
+        self._evaluated_step = 0  # the step of the last evaluation
+        self._is_cut = False  # whether a signal has ended an evaluation
         self._save: Save | None = None  # the save in flight
+        self._has_saved = False
         self._saved_step = -1  # the step of the last save, in flight or ended
         self._error: BaseException | None = None  # of the last save
         self._num_failures = 0  # failed saves in a row
@@ -103,6 +106,9 @@ class Run(TrainerCallback):
             # This rank's random state before the evaluation that may be stopped.
             self._random_state = self._opened.enter_context(TemporaryDirectory())
             self._opened.callback(self._saver.close)
+            callbacks = self.trainer.callback_handler.callbacks
+            callbacks.remove(self._callback)
+            callbacks.insert(1, self._callback)  # after Trainer's own, which plans an evaluation
             self.trainer.add_callback(self)
             self._opened.callback(self.trainer.remove_callback, self)
             self._replace(FINALIZE, self._finalize)
@@ -133,15 +139,12 @@ class Run(TrainerCallback):
         """Install the signal handlers. If the run is complete, let Trainer skip its epochs."""
         states: Any = state.stateful_callbacks  # annotated as a list, but a dict
         is_evaluation_due = states.get(STATE_KEY, {}).get("evaluate")
-        states[STATE_KEY] = {"run": self.run_id, "evaluate": False}
+        states[STATE_KEY] = {"run": self.run_id}
         if self._checkpoint:
-            # Trainer forgets it if the directory was moved.
-            file = str(Path(self._checkpoint, TRAINER_STATE_NAME))
-            saved = distributed.run_on_main(lambda: TrainerState.load_from_json(file))
-            if saved.best_model_checkpoint:
-                self._locate_best(step_of(Path(saved.best_model_checkpoint)))
+            self._find_best(Path(self._checkpoint, TRAINER_STATE_NAME))
         if self.trainer.is_fsdp_enabled:
             train_like_one_process(self.trainer.model)
+        self._callback.check_exports(self.trainer.model)
         self._flags = StepFlags(self._callback.signals)
         self._opened.push(self._flags.close)
         if 0 < state.max_steps <= state.global_step:
@@ -150,16 +153,29 @@ class Run(TrainerCallback):
             )
             control.should_training_stop = True
         if is_evaluation_due and args.eval_strategy != "no":
-            getattr(self.trainer, LOAD_RANDOM_STATE)(self._checkpoint)
-            metrics = getattr(self.trainer, EVALUATE)(None, None)
-            getattr(self.trainer, DETERMINE_BEST)(metrics=metrics, trial=None)
-            self._locate_best(state.best_global_step)
-            getattr(self.trainer, SAVE_RANDOM_STATE)(self._random_state)
-            self._replace(LOAD_RANDOM_STATE, lambda load, _: load(self._random_state))
+            self._make_up_for_evaluation()
         self._kept_best = _best(state)
         if control.should_training_stop:
             # Otherwise, Trainer would train one more step of an unfinished epoch.
             self._replace(RUN_EPOCH, lambda run_epoch, **_: None)
+
+    def _find_best(self, state_file: Path) -> None:
+        """Let Trainer know of the best checkpoint, which it forgets if the directory was moved."""
+        saved = distributed.run_on_main(lambda: TrainerState.load_from_json(str(state_file)))
+        best = saved.best_model_checkpoint
+        if best:
+            self._locate_best(step_of(Path(best)))
+            self._check_best(self.trainer.state.best_model_checkpoint or best)
+
+    def _make_up_for_evaluation(self) -> None:
+        """Evaluate as the run before would have done after its checkpoint. Collective."""
+        trainer = self.trainer
+        getattr(trainer, LOAD_RANDOM_STATE)(self._checkpoint)
+        metrics = getattr(trainer, EVALUATE)(None, None)
+        getattr(trainer, DETERMINE_BEST)(metrics=metrics, trial=None)
+        self._locate_best(trainer.state.best_global_step)
+        getattr(trainer, SAVE_RANDOM_STATE)(self._random_state)
+        self._replace(LOAD_RANDOM_STATE, lambda load, _: load(self._random_state))
 
     def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         """Start the exchange that tells all ranks of a signal or a failed save on any rank."""
@@ -185,8 +201,7 @@ class Run(TrainerCallback):
             if state.epoch % 1 and not control.should_training_stop:
                 args.eval_strategy = "no"  # Trainer ends the epoch, which is cut short
             control.should_training_stop = True
-        self._can_stop = control.should_evaluate
-        if self._can_stop:
+        if control.should_evaluate:
             getattr(self.trainer, SAVE_RANDOM_STATE)(self._random_state)
 
     on_epoch_end = on_step_end
@@ -194,17 +209,22 @@ class Run(TrainerCallback):
     def on_prediction_step(self, *_: object, **__: object) -> None:
         """If any rank got a signal, end an evaluation: save and exit. The resumed run evaluates.
 
-        But do not end one that another callback has begun.
+        But do not end one that another callback has begun, or that uses other weights than those of
+        the last step, such as averages: they would be saved.
         """
-        if not self._can_stop:
+        callback = self._callback
+        if callback.evaluated is None:
             return
         self._flags.finish()
         if not self._flags.told:
             self._flags.start(False)
             return
-        self._can_stop = False
         trainer = self.trainer
-        trainer.state.stateful_callbacks[STATE_KEY]["evaluate"] = True
+        is_unchanged = callback.evaluated == checksums(trainer.model)
+        callback.evaluated = None
+        if not all(distributed.gather(is_unchanged)):
+            return
+        self._is_cut = True
         getattr(trainer, LOAD_RANDOM_STATE)(self._random_state)
         self._save_now()
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
@@ -216,13 +236,9 @@ class Run(TrainerCallback):
         getattr(trainer, SAVE_CHECKPOINT)(trainer.model, None)
         trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
-    def on_evaluate(self, *_: object, **__: object) -> None:
-        """Finish the save in flight: if it failed, its metric must not be the best so far.
-
-        Another evaluation that follows is of a callback, or of another dataset. If it were stopped,
-        the resumed run would repeat this one.
-        """
-        self._can_stop = False
+    def on_evaluate(self, args: object, state: TrainerState, *_: object, **__: object) -> None:
+        """Finish the save in flight: if it failed, its metric must not be the best so far."""
+        self._evaluated_step = state.global_step
         self._saved_step = -1  # what an evaluation has found is not saved
         if self._save and self._save.ended:  # else other callbacks may still add files
             self._settle()
@@ -233,12 +249,19 @@ class Run(TrainerCallback):
         args = trainer.args
         state = trainer.state
         self._settle()
+        self._has_saved = True
         self._saved_step = state.global_step
         self._come_last()
         self._stop_if_hopeless()
         self._locate_best(state.best_global_step)
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(self._path_of(state.global_step))
+        # The step may end an epoch, after which Trainer evaluates.
+        is_last = not state.epoch % 1 or trainer.control.should_training_stop
+        is_due = is_last and args.eval_strategy == "epoch" and args.eval_delay <= state.epoch
+        is_due = is_due and self._evaluated_step != state.global_step
+        states: Any = state.stateful_callbacks
+        states[STATE_KEY]["evaluate"] = self._is_cut or is_due
         save = Save(
             step=state.global_step,
             written=self._directory.workspace / f"checkpoint-{state.global_step}",
@@ -253,9 +276,7 @@ class Run(TrainerCallback):
         )
         self._save = save
         is_gathered = trainer.is_fsdp_enabled and not is_sharded(trainer)
-        for module in trainer.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # on all ranks, even if one fails before it would in its save
+        reshard(trainer.model)  # on all ranks, even if one fails before it would in its save
         try:
             distributed.run_on_main(lambda: self._directory.begin(save.step))
             with nullcontext() if is_gathered else distributed.agreed():
@@ -299,7 +320,20 @@ class Run(TrainerCallback):
                 write_description(save.written, model, self.processor)
 
     def on_save(self, *_: object, **__: object) -> None:
-        """Let the save be completed: all other callbacks have added their files."""
+        """Let the save be completed: all other callbacks have added their files.
+
+        Raises:
+            CheckpointError: Trainer has saved without calling `save_checkpoint`.
+        """
+        if not self._has_saved:
+            raise CheckpointError(
+                "the trainer has saved without calling Trainer._save_checkpoint, so its checkpoints"
+                " are not verified. Let it call this method, or remove ShardedCheckpointCallback."
+            )
+        self._end_save()
+
+    def _end_save(self, *_: object, **__: object) -> None:
+        """Let the save in flight, if any, be completed. Collective."""
         save = self._save
         if save is None or save.ended is not None:
             return
@@ -311,7 +345,7 @@ class Run(TrainerCallback):
             if self.trainer.args.push_to_hub and self._error is None:
                 getattr(self.trainer, PUSH_CHECKPOINT)(str(self._path_of(save.step)))
 
-    on_step_begin = on_save  # another callback may have saved without Trainer's event
+    on_step_begin = _end_save  # another callback may have saved without Trainer's event
 
     def _come_last(self) -> None:
         """Be the last callback again: others may have been added."""
@@ -320,7 +354,7 @@ class Run(TrainerCallback):
 
     def _finalize(self, by_trainer: Callable, *args: object, **kwargs: object) -> Any:
         """Finish the save in flight before Trainer loads the best model."""
-        self._can_stop = False
+        self._callback.evaluated = None
         self._come_last()
         state = self.trainer.state
         if self._flags.told and self._saved_step != state.global_step:
@@ -330,19 +364,21 @@ class Run(TrainerCallback):
         arguments = self.trainer.args
         if self._flags.told:
             arguments.load_best_model_at_end = False
-        if arguments.load_best_model_at_end:
-            self._check_best()
+        self._check_best(state.best_model_checkpoint)
         # With 1, Trainer would delete all checkpoints but the best one.
         with mock.patch.object(arguments, "save_total_limit", None):
             return by_trainer(*args, **kwargs)
 
-    def _check_best(self) -> None:
-        """Raise a CheckpointError if the best checkpoint is not as it was written. Collective."""
-        best = self.trainer.state.best_model_checkpoint
-        if distributed.from_main(best and Path(best, MANIFEST).is_file()):
-            damage = find_damage_together(Path(best), only_model=True)
-            if damage:
-                raise CheckpointError(f"the best checkpoint, {best}, cannot be loaded: {damage}")
+    def _check_best(self, best: Any) -> None:
+        """Raise a CheckpointError if the model to be exported cannot be loaded. Collective."""
+        if not self.trainer.args.load_best_model_at_end or not distributed.from_main(best):
+            return
+        damage = find_damage_together(Path(best), only_model=True)
+        if damage:
+            raise CheckpointError(
+                f"the best checkpoint, {best}, cannot be loaded: {damage}. Copy it there, or set "
+                "load_best_model_at_end=False."
+            )
 
     def on_train_end(self, *_: object, **__: object) -> None:
         """Export the model unless a signal stopped the run. After a signal, exit.
@@ -356,7 +392,7 @@ class Run(TrainerCallback):
             self._callback.export(self)
         if self._error is not None:
             raise CheckpointError(
-                f"the last checkpoint was not saved: {describe(self._error)}"
+                f"the last checkpoint was not saved: {self._explain(self._error)}"
             ) from self._error
         if self._flags.told:
             checkpoint = self._path_of(self.trainer.state.global_step)
@@ -366,7 +402,7 @@ class Run(TrainerCallback):
 
     def _settle(self) -> None:
         """Complete the save in flight. If it failed, warn and undo its change of the best model."""
-        self.on_save()  # Trainer's event is missing if another callback has saved
+        self._end_save()  # Trainer's event is missing if another callback has saved
         save = self._save
         if save is None or save.ended is None:
             return
@@ -387,10 +423,31 @@ class Run(TrainerCallback):
         """Raise the error of the last save if the next ones would fail, too."""
         error = self._error
         if isinstance(error, WeightsError) or (error and self._num_failures >= MAX_FAILURES):
-            raise CheckpointError(f"training stops: {describe(error)}") from error
+            raise CheckpointError(f"training stops: {self._explain(error)}") from error
+
+    def _explain(self, error: BaseException) -> str:
+        text = describe(error)
+        if not isinstance(error, WeightsError):
+            text += f". Is there space left in {self._directory.path}?"
+        return text
 
     def _path_of(self, step: int) -> Path:
         return self._directory.path / f"checkpoint-{step}"
+
+
+def reshard(model: Any) -> None:
+    """Let parameters be this rank's shards again, as they are between steps."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def checksums(model: Any) -> list[float]:
+    """Return the sum of each trained weight of this rank. Not a collective."""
+    reshard(model)
+    weights = [local_part(value) for value in model.parameters() if value.requires_grad]
+    return [weight.sum(dtype=torch.float64).item() for weight in weights]
 
 
 def _best(state: TrainerState) -> tuple[Any, ...]:

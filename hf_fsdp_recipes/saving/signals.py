@@ -105,6 +105,7 @@ class StepFlags:
         self._is_closed.set()
         self._watcher.shutdown()
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._record:  # no other code has replaced it
+                signal.signal(number, handler)
         if self._signal and not self.told and kind is None:
             signal.raise_signal(self._signal)

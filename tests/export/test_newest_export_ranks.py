@@ -4,10 +4,13 @@ import functools
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PromptTuningConfig, get_peft_model
 
 from tests.export.cases import assert_same_tensors, load
 from tests.ranks.harness import start_ranks
@@ -221,13 +224,16 @@ def test_an_export_that_cannot_be_written_is_refused_before_training(run, tmp_pa
 
 
 def _damage_the_best(trainer, file):
-    """Let the disk damage the best checkpoint while step 4 is saved."""
+    """Let the disk damage the best checkpoint while step 4 is saved. Without a file, it is gone."""
     _end_before_the_export(trainer, "no way")
-    path = Path(trainer.args.output_dir, "checkpoint-2", file)
+    best = Path(trainer.args.output_dir, "checkpoint-2")
 
     def damage_best(state, control):
         if state.global_step == 4 and trainer.is_world_process_zero():
-            damage(path, "flip", random.Random(0))
+            if file:
+                damage(best / file, "flip", random.Random(0))
+            else:
+                shutil.rmtree(best)
 
     on(trainer, "on_save", damage_best)
 
@@ -238,15 +244,85 @@ def _damage_the_best(trainer, file):
         ("fsdp", "pytorch_model_fsdp_0/__0_0.distcp"),
         ("full state", "pytorch_model_fsdp.bin"),
         ("one", "model.safetensors"),
+        ("one", ""),
     ],
 )
-def test_a_best_checkpoint_that_is_damaged_is_not_exported(run, tmp_path, world, file):
+def test_a_best_checkpoint_that_is_damaged_or_gone_is_not_exported(run, tmp_path, world, file):
     options = BEST | {"callback": {"export_dir": tmp_path / "export"}, "world": world}
     options["prepare"] = functools.partial(_damage_the_best, file=file)
     for result in run(tmp_path / "run", **options):
-        assert "checkpoint-2" in result["error"] and f"{file} is damaged" in result["error"]
+        reason = f"{file} is damaged" if file else "No such file"
+        assert "checkpoint-2" in result["error"] and reason in result["error"]
     assert names_in(tmp_path) == ["run"]
-    assert names_in(tmp_path / "run") == ["checkpoint-2", "checkpoint-4"]
+    assert names_in(tmp_path / "run")[-1] == "checkpoint-4"
+
+
+def _lose(best):
+    shutil.rmtree(best)
+
+
+def _damage_without_manifest(best):
+    (best / "manifest.json").unlink()
+    damage(best / "model.safetensors", "flip", random.Random(0))
+
+
+@pytest.mark.parametrize("spoil", [_lose, _damage_without_manifest])
+def test_without_the_best_checkpoint_a_run_is_not_resumed(run, tmp_path, spoil):
+    options = BEST | {"world": "one", "prepare": functools.partial(_end_before_the_export, how="")}
+    run(tmp_path / "run", **options)
+    spoil(tmp_path / "run" / "checkpoint-2")
+    callback = {"export_dir": tmp_path / "export"}
+    (result,) = run(tmp_path / "run", max_steps=6, callback=callback, **options)
+    assert "the best checkpoint" in result["error"] and "checkpoint-2" in result["error"]
+    assert result["step"] == 4 and names_in(tmp_path) == ["run"]
+    (result,) = run(tmp_path / "run", max_steps=6, callback=callback, world="one")
+    assert result["error"] is None and result["step"] == 6
+
+
+def _wrap(model):
+    return torch.nn.Sequential(model)
+
+
+def _add_head(model):
+    model.head = torch.nn.Linear(2, 2)
+    return model
+
+
+def _add_prompt(model):
+    config = {"num_virtual_tokens": 2, "num_layers": 2, "token_dim": 32}
+    return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", **config))
+
+
+def _train_another(output, make, **options):
+    def change(trainer):
+        trainer.model = trainer.model_wrapped = make(trainer.model)
+
+    return train(output, prepare=change, **options)
+
+
+@pytest.mark.parametrize(
+    ("world", "make", "message"),
+    [
+        ("one", _wrap, "Sequential is no transformers model"),
+        ("one", _add_head, "the weights do not fit the config of LlamaForCausalLM: ['head."),
+        ("fsdp", _add_head, "the weights do not fit the config of LlamaForCausalLM: ['head."),
+        ("ddp", _add_prompt, "PEFT computes ['prompt_embeddings']"),
+    ],
+)
+def test_a_model_that_cannot_be_exported_is_refused_before_training(
+    run, tmp_path, world, make, message
+):
+    options = {"callback": {"export_dir": tmp_path / "export"}, "make": make}
+    for result in run(tmp_path / "run", world=world, function=_train_another, **options):
+        assert message in result["error"] and result["losses"] == {}
+    assert names_in(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("export_dir", ["run", "."])
+def test_an_export_directory_that_holds_the_checkpoints_is_refused(run, tmp_path, export_dir):
+    callback = {"export_dir": tmp_path / export_dir}
+    (result,) = run(tmp_path / "run", world="one", callback=callback)
+    assert "which holds the checkpoints" in result["error"] and result["losses"] == {}
 
 
 class WaitingTokenizer:

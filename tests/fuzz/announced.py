@@ -139,6 +139,19 @@ def is_given_up(context: Context, found: Difference) -> bool:
     return is_raised and found.kind.startswith("missing ")
 
 
+def makes_up(context: Context, _: Difference) -> bool:
+    """Whether a resumed run begins with the evaluation that was due after its checkpoint."""
+    return evaluates_first(context.ours) and not evaluates_first(context.stock)
+
+
+def evaluates_first(step: Step) -> bool:
+    """Whether a run evaluates before its first epoch."""
+    names = [event for event, _ in step.events]
+    begin = names.index("on_train_begin") if "on_train_begin" in names else len(names)
+    end = names.index("on_epoch_begin", begin) if "on_epoch_begin" in names[begin:] else len(names)
+    return "on_evaluate" in names[begin:end]
+
+
 # Each difference, with the sentence in docs/own_script.md that announces it.
 ANNOUNCED: dict[Callable[[Context, Difference], bool], str] = {
     is_refused: "A run that starts at step 0 refuses an output_dir that holds checkpoints.",
@@ -151,6 +164,8 @@ ANNOUNCED: dict[Callable[[Context, Difference], bool], str] = {
     "finite.",
     is_config_refused: "A generation config that transformers refuses to save is written as the "
     "model came with it.",
+    makes_up: "A run that resumes after the last step of an epoch begins with the evaluation "
+    "that was due then.",
     is_given_up: "A checkpoint is given up if a callback's on_save raises an error.",
 }
 TOUCH_NOTHING = (is_refused, is_export_refused, is_finished)

@@ -218,7 +218,7 @@ def search(output, **callback):
 
 
 def on(trainer, event, action, is_last=False):
-    """Call `action(state, control)` at an event of the trainer, before our callback.
+    """Call `action(state, control)` at an event of the trainer, after Trainer's own callback.
 
     If `is_last`, call it after all other callbacks.
     """
@@ -229,7 +229,7 @@ def on(trainer, event, action, is_last=False):
 
     callback = type("Act", (TrainerCallback,), {event: act})()
     callbacks = trainer.callback_handler.callbacks
-    callbacks.insert(len(callbacks) if is_last else 0, callback)
+    callbacks.insert(len(callbacks) if is_last else 1, callback)
 
 
 def before_writing(fragment, action):

@@ -338,6 +338,16 @@ def _write_after_saving(trainer):
     trainer.compute_metrics = lambda _: {"score": -trainer.state.global_step}
 
 
+def _save_in_another_way(trainer):
+    trainer._save_checkpoint = lambda model, trial: None
+
+
+@pytest.mark.parametrize("world", ["fsdp", "one"])
+def test_a_trainer_that_saves_in_another_way_is_an_error(run, tmp_path, world):
+    for result in run(tmp_path, world=world, prepare=_save_in_another_way):
+        assert "without calling Trainer._save_checkpoint" in result["error"]
+
+
 @pytest.mark.parametrize("world", ["fsdp", "one"])
 def test_what_a_trainer_of_another_class_writes_after_a_save_stays(run, tmp_path, world):
     results = run(tmp_path, world=world, prepare=_write_after_saving, **BEST)

@@ -4,6 +4,7 @@ Only the last one's failure is an error, on every rank.
 """
 
 import errno
+import fcntl
 import functools
 import json
 import os
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hf_fsdp_recipes.saving.directory import OutputDirectory
 from tests.saving.runs import (
     BEST,
     before_last_file,
@@ -198,8 +200,6 @@ def test_a_generation_config_that_cannot_be_saved_is_written_as_the_model_came_w
 
 
 def _have_no_locks(trainer):
-    import fcntl
-
     fcntl.flock = lambda *arguments: _fail()
 
 
@@ -207,6 +207,16 @@ def test_a_file_system_without_locks_is_a_warning(run, tmp_path):
     result = run(tmp_path, prepare=_have_no_locks)[0]
     assert steps_in(tmp_path) == [2, 4] and result["error"] is None
     assert len(result["warnings"]) == 1 and "cannot be locked" in result["warnings"][0]
+
+
+def test_without_locks_another_run_deletes_no_save_in_flight(monkeypatch, tmp_path):
+    directory = OutputDirectory(tmp_path)
+    directory.open("a run", None, 0)
+    directory.begin(2)
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: _fail())
+    OutputDirectory(tmp_path).heal()
+    assert (tmp_path / "checkpoint-2").is_dir()
+    directory.close()
 
 
 def _write_slowly_on_rank_1(trainer):

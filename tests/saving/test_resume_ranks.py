@@ -3,6 +3,7 @@
 They are equal bit for bit.
 """
 
+import functools
 import pickle
 import shutil
 from types import SimpleNamespace
@@ -127,3 +128,40 @@ def test_ranks_that_share_the_rows_of_a_context_count_as_one(tmp_path, is_in_arg
         _accumulation_with_two_ranks_a_row, 2, tmp_path, is_in_arguments, environment=environment
     )
     assert accumulation == [2, 2]
+
+
+def _evaluate_each_epoch(trainer, ends_in):
+    """Let evaluations draw random numbers, and one of them end the run."""
+
+    def draw(state, control):
+        torch.rand(1)
+        if state.global_step == ends_in:
+            raise ValueError("out of memory")
+
+    on(trainer, "on_prediction_step", draw)
+    on(trainer, "on_evaluate", lambda state, _: trainer.notes.append(state.global_step))
+
+
+@pytest.mark.parametrize("world", ["fsdp", "one"])
+@pytest.mark.parametrize("ends_in", [4, 8])
+def test_the_evaluation_after_an_epochs_last_save_is_made_up_for(run, tmp_path, world, ends_in):
+    options = {"world": world, "eval_strategy": "epoch", "save_steps": 4, "max_steps": 8}
+    options["per_device_train_batch_size"] = {"fsdp": 6, "one": 12}[world]  # four steps an epoch
+    evaluate = functools.partial(_evaluate_each_epoch, ends_in=0)
+    whole = run(tmp_path / "whole", prepare=evaluate, **options)
+    ended = functools.partial(_evaluate_each_epoch, ends_in=ends_in)
+    run(tmp_path / "run", prepare=ended, expect_failure=True, **options)
+    for result, expected in zip(
+        run(tmp_path / "run", prepare=evaluate, **options), whole, strict=True
+    ):
+        assert result["resumed"] == f"checkpoint-{ends_in}"
+        for key in ("weights", "losses", "optimizer"):
+            assert result[key] == expected[key]
+        assert result["notes"] == list(range(ends_in, 9, 4)) and expected["notes"] == [4, 8]
+
+
+def test_a_checkpoint_without_optimizer_state_is_a_warning(run, tmp_path):
+    options = {"world": "one", "save_only_model": True}
+    run(tmp_path, **options)
+    (result,) = run(tmp_path, **options)
+    assert any("holds only the model" in warning for warning in result["warnings"])

@@ -15,6 +15,7 @@ from tests.ranks.harness import context, free_port
 from tests.saving.runs import BEST, names_in, on, rank, steps_in, train, wait_for
 
 SLOW = pytest.mark.slow
+ONE_BY_ONE = {"per_device_eval_batch_size": 1}  # so an evaluation has several steps
 
 
 def _train_and_signal(output, number, options):
@@ -288,6 +289,77 @@ def test_a_signal_in_an_evaluation_of_a_callback_ends_the_run_after_the_step(run
     assert resumed["weights"] == whole["weights"]
 
 
+def _evaluate_again(trainer, has_signal):
+    """Let a callback evaluate again after Trainer's evaluation at step 2. Send a signal then."""
+    begun = []
+
+    def evaluate(state, control):
+        if state.global_step == 2 and not begun:
+            begun.append(True)
+            trainer.evaluate()
+            begun.append(True)
+
+    on(trainer, "on_evaluate", evaluate)
+    on(trainer, "on_prediction_step", lambda *_: has_signal and len(begun) == 1 and _send())
+
+
+def test_a_signal_in_an_evaluation_begun_by_another_does_not_end_it(run, tmp_path):
+    options = {"world": "one", "eval_strategy": "steps", "eval_steps": 2} | ONE_BY_ONE
+    whole = functools.partial(_evaluate_again, has_signal=False)
+    (expected,) = run(tmp_path / "whole", prepare=whole, **options)
+    stopped = functools.partial(_evaluate_again, has_signal=True)
+    errors = run(tmp_path / "run", prepare=stopped, expect_failure=True, **options)
+    assert errors == [("SystemExit", "85")] and steps_in(tmp_path / "run") == [2, 3]
+    (resumed,) = run(tmp_path / "run", **options)
+    assert resumed["weights"] == expected["weights"]
+
+
+def _evaluate_averages(trainer, has_signal):
+    """Evaluate averaged weights, as callbacks do, and send a signal in the evaluation of step 4."""
+    averages = {}
+
+    def update(state, control):
+        for name, value in _trained(trainer):
+            averages.setdefault(name, value.clone()).lerp_(value, 0.5)
+        if control.should_evaluate:
+            swap()
+
+    def swap(*_):
+        for name, value in _trained(trainer):
+            average = averages[name].clone()
+            averages[name].copy_(value)
+            value.copy_(average)
+
+    on(trainer, "on_step_end", update)
+    on(trainer, "on_evaluate", swap)
+    if has_signal:
+        on(trainer, "on_prediction_step", lambda state, _: state.global_step == 4 and _send())
+
+
+def _trained(trainer):
+    for module in trainer.model.modules():
+        if hasattr(module, "reshard"):  # FSDP leaves the root's weights gathered
+            module.reshard()
+    for name, parameter in trainer.model.named_parameters():
+        local = parameter.data
+        yield name, local.to_local() if hasattr(local, "to_local") else local
+
+
+@pytest.mark.parametrize("world", ["fsdp", "one"])
+def test_a_signal_while_averages_are_evaluated_saves_the_trained_weights(run, tmp_path, world):
+    options = {"world": world, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 6}
+    options |= ONE_BY_ONE
+    without = functools.partial(_evaluate_averages, has_signal=False)
+    whole = run(tmp_path / "whole", prepare=without, **options)
+    stopped = functools.partial(_evaluate_averages, has_signal=True)
+    errors = run(tmp_path / "run", prepare=stopped, expect_failure=True, **options)
+    assert errors == [("SystemExit", "85")] * len(whole)
+    for result, expected in zip(
+        run(tmp_path / "run", prepare=without, **options), whole, strict=True
+    ):
+        assert (result["weights"], result["losses"]) == (expected["weights"], expected["losses"])
+
+
 @pytest.mark.parametrize("world", ["fsdp", "one"])
 def test_an_epoch_that_a_signal_cuts_short_is_not_evaluated(run, tmp_path, world):
     options = PLATEAU | {"world": world, "eval_strategy": "epoch", "save_strategy": "epoch"}
@@ -383,3 +455,21 @@ def test_an_evaluation_is_not_made_up_for_if_the_run_evaluates_no_more(run, tmp_
     run(tmp_path, prepare=signal_then, **options, **evaluating)
     (resumed,) = run(tmp_path, **options)
     assert resumed["resumed"] == "checkpoint-4" and resumed["step"] == 6
+
+
+def test_a_handler_that_other_code_has_replaced_is_not_restored(run, tmp_path):
+    (kept,) = run(tmp_path, world="one", function=_replace_a_handler)
+    assert kept
+
+
+def _replace_a_handler(output):
+    def own(number, frame):
+        pass
+
+    train(
+        output,
+        prepare=lambda trainer: on(
+            trainer, "on_step_end", lambda *_: signal.signal(signal.SIGTERM, own)
+        ),
+    )
+    return signal.getsignal(signal.SIGTERM) == own

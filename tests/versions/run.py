@@ -32,8 +32,8 @@ TESTS = [
 # Tests of what upstream itself cannot do in an environment's versions, for pytest's -k.
 # docs/upstream.md says what.
 CPU_RANKS_WITHOUT_FSDP = (
-    "test_without_fsdp_trainer_saves_and_the_callback_exports or (ddp and (resumed or started_again "
-    "or belongs_to_the_checkpoint or kill_in_on_save or saves_all_state))"
+    "test_without_fsdp_trainer_saves_and_the_callback_exports or (ddp and (resumed "
+    "or started_again or belongs_to_the_checkpoint or kill_in_on_save or saves_all_state))"
 )
 TIED = "llama_tied-bfloat16-options1"
 # With TRL 1.12, the weights are equal, but evaluation losses differ by 0.2 %. Accelerate 1.14
