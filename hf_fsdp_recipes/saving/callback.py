@@ -205,13 +205,11 @@ class ShardedCheckpointCallback(TrainerCallback):
             raise
         return run_id
 
-    def _wanted_exports(self, model: Any) -> list[Path]:
-        """Return where the model is to be exported. Only an adapter can be merged."""
-        return self._exports[: 1 + hasattr(model, "peft_config")]
-
     def check_exports(self, model: Any) -> None:
         """Raise an ExportError if a model cannot be exported. Collective. A run calls it."""
-        for merge_adapter, _ in enumerate(self._wanted_exports(model)):
+        if not hasattr(model, "peft_config"):
+            self._exports = self._exports[:1]  # there is nothing to merge
+        for merge_adapter in range(len(self._exports)):
             plan_export(model, self._export_dtype, bool(merge_adapter))
 
     def export(self, run: Run) -> None:
@@ -222,7 +220,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         best = run.trainer.args.load_best_model_at_end and state.best_model_checkpoint
         step = step_of(Path(best)) if best else state.global_step
         facts = {"run": run.run_id, "step": step}
-        for merge_adapter, export_dir in enumerate(self._wanted_exports(model)):
+        for merge_adapter, export_dir in enumerate(self._exports):
             unpublished = export_dir.with_name(f".{export_dir.name}-{run.run_id}")
             # A kill may have left one.
             distributed.run_on_main(partial(rmtree, unpublished, ignore_errors=True))
