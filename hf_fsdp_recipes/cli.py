@@ -52,7 +52,7 @@ def checkpoints(
 
     if accept is not None:
         changed = resume.accept(output_dir / f"checkpoint-{accept.removeprefix('checkpoint-')}")
-        print(f"accepted: {', '.join(changed) or 'nothing has changed'}")
+        print("accepted:", ", ".join(changed) or "nothing has changed")
     damages = []
     print("    step           MB  ranks  state")
     for checkpoint in reversed(list_checkpoints(output_dir)):
@@ -112,7 +112,7 @@ def export(
         max_shard_size=max_shard_size,
         merge_adapter=merge_adapter,
     )
-    print(f"exported: {written}")
+    print("exported:", written)
 
 
 app.command()(generate)
@@ -127,7 +127,7 @@ def report(
     """Write a run's report.md and plots from its metrics.jsonl."""
     from hf_fsdp_recipes.metrics.report import write_report
 
-    print(f"report: {write_report(output_dir)}")
+    print("report:", write_report(output_dir))
 
 
 app.command(context_settings=PASS_ON | {"help_option_names": []})(quickstart)

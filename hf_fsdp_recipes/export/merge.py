@@ -73,9 +73,16 @@ def plan_merge_into_files(
     files = from_files(checkpoint)
     stored = checkpoint.match(shell.base)
     sources = {**adapter, **files}
+    shapes = {name: value.shape for name, value in shell.base.state_dict().items()}
     for key, name in shell.base_names.items():
         if name in stored:
-            sources[key] = files[stored[name]]
+            source = files[stored[name]]
+            if source.meta.shape != shapes[name]:
+                raise ExportError(
+                    f"{name} has another shape than in {base}, so the adapter cannot be merged. "
+                    "Save the resized model first and train that, or export the adapter only."
+                )
+            sources[key] = source
     steps = _merge_steps(shell, sources, dtype, stored)
     merged = outputs_of(steps)
     for name, source in files.items():
@@ -98,7 +105,14 @@ def _merge_steps(
     steps = []
     for path, layer in _find_layers(shell.adapted.get_base_model()).items():
         metas = {}
-        for name in layer.state_dict():
+        state = layer.state_dict()
+        unsaved = [name for name, _ in layer.named_buffers() if name not in state]
+        if unsaved:
+            raise ExportError(
+                f"{type(layer).__name__} of PEFT computes {unsaved} anew, so the adapter cannot be "
+                "merged here. Export the adapter only, and merge it with PEFT."
+            )
+        for name in state:
             key = f"{PREFIX}{path}.{name}"
             if key not in sources:
                 raise ExportError(

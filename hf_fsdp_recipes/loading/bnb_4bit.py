@@ -59,7 +59,7 @@ def pack_weights(
     quantizer.postprocess_model(model, config=model.config)
 
 
-def quantization_options(weight: Any) -> dict[str, Any]:
+def quantization_options(weight: Any) -> dict:
     """Return the arguments of bitsandbytes' `quantize_4bit` that a `Params4bit` keeps."""
     return {
         "compress_statistics": weight.compress_statistics,
@@ -109,7 +109,7 @@ class Layer:
 
     module: "Linear4bit"
     dtype: torch.dtype  # of the weight before it is quantized
-    options: dict[str, Any]  # arguments of bitsandbytes' `quantize_4bit`
+    options: dict  # arguments of bitsandbytes' `quantize_4bit`
     _scales: Any = None  # on rank 0, from `quantize` to `broadcast_scales`: {name: tensor}
 
     def quantize(self, weight: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Reads the weights with transformers' own conversions.
 
 import logging
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -69,15 +69,15 @@ class Entry:
         return next(iter(self.tensors))
 
 
+@dataclass(eq=False)
 class Checkpoint:
     """The safetensors files of one directory. They are opened on first use."""
 
-    def __init__(self, directory: Path, quantizer: HfQuantizer | None = None) -> None:
-        self.directory = directory
-        self.quantizer = quantizer
-        self._new: Weights = {}  # values of a new head's weights, on rank 0 only
+    directory: Path
+    quantizer: HfQuantizer | None = None
+    new_values: Weights = field(default_factory=dict)  # a new head's values, on rank 0 only
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Checkpoint":
+    def __deepcopy__(self, memo: object) -> "Checkpoint":
         """Return this object itself, so that copies of the model share the open files."""
         return self
 
@@ -128,7 +128,7 @@ class Checkpoint:
         problems = [f"{name} is missing" for name in missing if name not in new]
         for entry in entries:
             if entry.kind == "stored":
-                stored = list(self.slice_of(entry.key).get_shape())
+                stored = self.slice_of(entry.key).get_shape()
                 expected = list(weights[entry.name].shape)
                 if stored != expected:
                     problems.append(f"{entry.key} is {stored}, not {expected}")
@@ -141,9 +141,9 @@ class Checkpoint:
                 "%s has no %s, so the values are new: train them", self.directory, some(new)
             )
         for name in new:
-            self._new[name] = new_value(model, name)
+            self.new_values[name] = new_value(model, name)
             entries.append(Entry("new", (name,), {}))
-        if self.quantizer is not None:
+        if self.quantizer:
             return entries, None  # otherwise save_pretrained would quantize again
         return entries, [transform for transform in self._transforms if transform.was_used()]
 
@@ -167,13 +167,15 @@ class Checkpoint:
         self._converters: dict[str | None, WeightConverter] = {
             pattern: converter for converter in converters for pattern in converter.source_patterns
         }
-        prefix = model.base_model_prefix
         tensors_of: dict[str, TensorsOfWeight] = {}
         unexpected = []
         for key in sorted(self.file_of, key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, prefix, weights)
+            name, pattern = rename_source_key(
+                key, renamings, converters, model.base_model_prefix, weights
+            )
             if name not in weights and key in weights:
-                name, pattern = rename_source_key(key, [], [], prefix, weights)
+                name = key
+                pattern = None
             if name in weights:
                 tensors_of.setdefault(name, {})[key] = pattern
             else:
@@ -205,12 +207,10 @@ class Checkpoint:
         entry_of = {name: entry for entry in entries for name in entry.names}
         present = set(entry_of)
         for pair in find_tied(model).items():
-            held = [entry_of[name] for name in pair if name in entry_of]
+            held = [self.slice_of(entry_of[name].key)[...] for name in pair if name in entry_of]
             if held:
                 present.update(pair)
-            if len(held) == 2 and not torch.equal(
-                *(self.slice_of(entry.key)[...] for entry in held)
-            ):
+            if len(held) == 2 and not torch.equal(*held):
                 raise LoadError(
                     f"{' and '.join(pair)} are tied, but differ in the checkpoint. "
                     f"Set tie_word_embeddings=False."
@@ -223,7 +223,7 @@ class Checkpoint:
         Weights that need no conversion are memory-mapped.
         """
         if entry.kind == "new":
-            return {entry.name: self._new[entry.name]}
+            return {entry.name: self.new_values[entry.name]}
         if entry.kind == "stored":
             return {entry.name: self.slice_of(entry.key)[...]}
         converter = deepcopy(self._converters[entry.tensors[entry.key]])

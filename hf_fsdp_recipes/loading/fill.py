@@ -1,9 +1,7 @@
 """Fills a sharded model with the rows (dim 0) that rank 0 sends or that each rank reads itself."""
 
-import itertools
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -133,7 +131,7 @@ class Reader:
     def read(self, entry: Entry) -> Weights:
         """Return an entry's weights on the device as {name: tensor}, or nothing after an error."""
         try:
-            if self.error is None:
+            if not self.error:
                 values = self.checkpoint.read(entry, self.model)
                 return {
                     name: self._prepare(entry, name, values[name]) for name in self.names_of(entry)
@@ -163,7 +161,7 @@ class Reader:
 
 def read_ahead(reader: Reader, entries: Sequence[Entry]) -> Iterator[Weights]:
     """Yield the weights of each entry in turn. Meanwhile, threads read the next entries."""
-    pending: deque[tuple[int, Future[Weights]]] = deque()
+    pending = []
     with ThreadPoolExecutor(NUM_READERS, "weights-reading") as pool:
         for entry in entries:
             size = sum(reader.targets[name][0].nbytes for name in reader.names_of(entry))
@@ -171,9 +169,9 @@ def read_ahead(reader: Reader, entries: Sequence[Entry]) -> Iterator[Weights]:
             while len(pending) > NUM_READERS or (
                 len(pending) > 1 and sum(size for size, _ in pending) > READ_AHEAD_BYTES
             ):
-                yield pending.popleft()[1].result()
+                yield pending.pop(0)[1].result()
         while pending:
-            yield pending.popleft()[1].result()
+            yield pending.pop(0)[1].result()
 
 
 @torch.no_grad()
@@ -193,7 +191,7 @@ def fill_from_rank0(reader: Reader, entries: Sequence[Entry]) -> None:
     distributed.open_default_group(device)
     is_main = distributed.is_main()
     weights = read_ahead(reader, entries)  # only rank 0 starts it
-    in_flight: deque[Callable[[], object]] = deque()
+    in_flight = []
     for entry in logging.tqdm(entries, desc="Loading weights", disable=not is_main):
         values = next(weights) if is_main else {}
         for name in reader.names_of(entry):
@@ -201,11 +199,11 @@ def fill_from_rank0(reader: Reader, entries: Sequence[Entry]) -> None:
             for target in reader.targets[name]:
                 in_flight.append(start_transfer(values.get(name), target, dtype, device))
                 if len(in_flight) > NUM_IN_FLIGHT:
-                    in_flight.popleft()()
+                    in_flight.pop(0)()
     for finish in in_flight:
         finish()
     with distributed.agreed():
-        if reader.error is not None:
+        if reader.error:
             raise reader.error
     for layer in reader.layers.values():
         layer.broadcast_scales(device)
@@ -223,17 +221,19 @@ def fill_directly(
             for target in targets.get(entry.name, ()):
                 shard = local_part(target)
                 rows = checkpoint.slice_of(entry.key)[...]  # mapped: only what is copied is read
-                if not shard.numel():
-                    continue  # the last ranks may have no rows
-                if isinstance(target, DTensor):
-                    mesh = target.device_mesh
-                    rows = rows.chunk(mesh.shape[-1])[mesh.get_local_rank(mesh.ndim - 1)]
-                shard.copy_(rows)
+                if shard.numel():  # the last ranks may have no rows
+                    if isinstance(target, DTensor):
+                        mesh = target.device_mesh
+                        rows = rows.chunk(mesh.shape[-1])[mesh.get_local_rank(mesh.ndim - 1)]
+                    shard.copy_(rows)
 
 
 @torch.no_grad()
 def copy_to_replicas(targets: Tensors) -> None:
     """Under hybrid sharding, copy the shards of the first replica to the others. Collective."""
-    for target in itertools.chain(*targets.values()):
-        if isinstance(target, DTensor) and target.device_mesh.ndim > 1:
-            dist.broadcast(target.to_local(), group=target.device_mesh.get_group(0), group_src=0)
+    for tensors in targets.values():
+        for target in tensors:
+            if isinstance(target, DTensor) and target.device_mesh.ndim > 1:
+                dist.broadcast(
+                    target.to_local(), group=target.device_mesh.get_group(0), group_src=0
+                )

@@ -1,8 +1,8 @@
 """`load_model` returns a model whose weights are read when Accelerate shards the model."""
 
-import copy
 import os
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,11 +114,11 @@ def prepare_model(
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     model = build_on_meta(config, dtype, auto_class, building_arguments)
-    if generation_config is not None:
+    if generation_config:
         model.generation_config = generation_config
     entries, conversions = distributed.run_on_main(lambda: checkpoint.plan(model))
     set_conversions(model, conversions)
-    if quantization_config is not None:
+    if quantization_config:
         pack_weights(model, quantization_config, dtype)
     insert_placeholders(model)
     Loader(model, checkpoint, entries, dtype, is_direct).attach()
@@ -127,7 +127,7 @@ def prepare_model(
 
 def check_fsdp_version() -> None:
     """Raise a LoadError if the launcher asks for FSDP1, which is Accelerate's default."""
-    if os.getenv("FSDP_VERSION", "1") != "2":
+    if os.getenv("FSDP_VERSION") != "2":
         raise LoadError(
             "the Accelerate config asks for FSDP1, Accelerate's default. Set fsdp_version: 2 in "
             "its fsdp_config, or convert the file with `accelerate to-fsdp2`."
@@ -146,7 +146,7 @@ def describe_model(
     generation_config = None
     if (directory / "generation_config.json").is_file():
         generation_config = GenerationConfig.from_pretrained(directory)
-    config = copy.deepcopy(kwargs.pop("config", None))
+    config = deepcopy(kwargs.pop("config", None))
     if not isinstance(config, PreTrainedConfig):  # otherwise, `kwargs` do not change it
         config, unused = AutoConfig.from_pretrained(
             config or directory, return_unused_kwargs=True, **kwargs

@@ -5,7 +5,6 @@ Until then, using the model raises an error.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 from unittest import mock
 
 import torch
@@ -107,8 +106,9 @@ class Loader:
         for tied, saved in find_tied(self.model).items():
             parts = targets.get(tied, [])
             if saved in targets and not all(part.requires_grad for part in parts):
-                targets[saved][:] = dict.fromkeys(targets[saved] + parts)
-                targets[tied] = targets[saved]
+                originals = targets[saved]
+                originals[:] = dict.fromkeys(originals + parts)
+                targets[tied] = originals
         filled = {
             target
             for entry in self.entries
@@ -150,7 +150,7 @@ def untie_frozen(model: Module) -> None:
             known.add(parameter)
 
 
-def _refuse(*args: object, **kwargs: object) -> NoReturn:
+def _refuse(*args: object, **kwargs: object) -> None:
     raise LoadError(NOT_LOADED)
 
 

@@ -7,7 +7,6 @@ error. A result computed from a placeholder is NaN, never a plausible number.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ class Placeholder(Parameter):
         """Return a placeholder for a tensor on any device."""
         return make_parameter(cls, shared_nan(like.shape, like.dtype), like.requires_grad)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Placeholder":
+    def __deepcopy__(self, memo: dict) -> "Placeholder":
         """Return another placeholder. Torch's default copy would allocate the full tensor."""
         return memo.setdefault(id(self), Placeholder(self))
 

@@ -11,7 +11,7 @@ Source: PaLM (arXiv:2204.02311), appendix B.
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +127,7 @@ def _count_matmuls(model: PreTrainedModel) -> tuple[int, int]:
     return num_matmul, num_trained
 
 
-def count_tokens(inputs: Mapping[str, Any]) -> Tensor:
+def count_tokens(inputs: Mapping) -> Tensor:
     """Count a batch's tokens, excluding padding, without waiting for the device.
 
     Args:
@@ -140,16 +140,15 @@ def count_tokens(inputs: Mapping[str, Any]) -> Tensor:
     """
     mask = inputs.get("attention_mask")
     positions = inputs.get("position_ids")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        lengths = mask.sum(dim=-1)
-    elif isinstance(positions, Tensor) and positions.ndim == 2:
-        following = nn.functional.pad(positions[:, 1:], (0, 1))
-        is_token = positions + following > 0
-        # The host does not know the lengths n. So n * n is summed as 1 + 3 + 5 + ... + (2 n - 1).
-        pairs = (2 * positions + 1) * is_token
-        return torch.stack([is_token.sum(), pairs.sum()])
-    else:
-        lengths = torch.ones_like(inputs["input_ids"]).sum(dim=-1)
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        if isinstance(positions, Tensor) and positions.ndim == 2:
+            following = nn.functional.pad(positions[:, 1:], (0, 1))
+            is_token = positions + following > 0
+            # The host does not know the lengths n, so it sums n * n as 1 + 3 + ... + (2 n - 1).
+            pairs = (2 * positions + 1) * is_token
+            return torch.stack([is_token.sum(), pairs.sum()])
+        mask = torch.ones_like(inputs["input_ids"])
+    lengths = mask.sum(dim=-1)
     return torch.stack([lengths.sum(), lengths.square().sum()])
 
 

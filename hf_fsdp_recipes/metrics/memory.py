@@ -28,7 +28,7 @@ def host_bytes() -> int:
     It is the sum of the kernel's RssAnon and RssShmem.
     """
     status = Path("/proc/self/status").read_text()
-    return 1024 * sum(map(int, re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+) kB", status, re.MULTILINE)))
+    return 1024 * sum(map(int, re.findall(r"(?m)^Rss(?:Anon|Shmem):\s*(\d+) kB", status)))
 
 
 def available_host_bytes() -> int:
@@ -62,7 +62,7 @@ def read_cgroups(root: Path, path: str) -> list[int]:
                 limit = int((directory / limit_file).read_text())
                 usage = int((directory / usage_file).read_text())
                 stat = (directory / "memory.stat").read_text()
-                cached = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", stat, re.MULTILINE)
+                cached = re.findall(rf"(?m)^{prefix}(?:in)?active_file (\d+)", stat)
                 left.append(limit - usage + sum(map(int, cached)))
         directory = directory.parent
     return left
@@ -76,6 +76,5 @@ def pop_device_bytes(device: torch.device) -> dict[str, int]:
     """
     module = torch.get_device_module(device)
     counts = {name: getattr(module, counter, lambda: 0)() for name, counter in COUNTERS.items()}
-    if hasattr(module, "reset_peak_memory_stats"):
-        module.reset_peak_memory_stats()
+    getattr(module, "reset_peak_memory_stats", lambda: None)()
     return counts

@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 from accelerate.utils import extract_model_from_parallel
-from torch.distributed.fsdp import FSDPModule
 from transformers import (
     GenerationConfig,
     Trainer,
@@ -27,9 +26,11 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import CheckpointError, WeightsError, describe
 from hf_fsdp_recipes.export.directory import save_as_it_came, write_description
 from hf_fsdp_recipes.saving.directory import (
+    MANIFEST,
     STATE_KEY,
     OutputDirectory,
     list_checkpoints,
+    read_run_id,
     step_of,
 )
 from hf_fsdp_recipes.saving.recorder import is_sharded, redirected
@@ -37,7 +38,7 @@ from hf_fsdp_recipes.saving.resume import find_damage_together
 from hf_fsdp_recipes.saving.saver import Save, Saver, check_finite
 from hf_fsdp_recipes.saving.signals import StepFlags
 from hf_fsdp_recipes.training.sharded_optimizer import local_part
-from hf_fsdp_recipes.training.units import train_like_one_process
+from hf_fsdp_recipes.training.units import train_like_one_process, units_of
 from hf_fsdp_recipes.upstream.transformers_internals import (
     DETERMINE_BEST,
     EVALUATE,
@@ -201,6 +202,7 @@ class Run(TrainerCallback):
             if state.epoch % 1 and not control.should_training_stop:
                 args.eval_strategy = "no"  # Trainer ends the epoch, which is cut short
             control.should_training_stop = True
+            args.save_only_model = False  # so that the next run continues exactly
         if control.should_evaluate:
             getattr(self.trainer, SAVE_RANDOM_STATE)(self._random_state)
 
@@ -230,7 +232,7 @@ class Run(TrainerCallback):
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
 
     def _save_now(self) -> None:
-        """Save because of a signal, so that the next run continues exactly. Collective."""
+        """Save because of a signal. Collective."""
         trainer = self.trainer
         trainer.args.save_only_model = False
         getattr(trainer, SAVE_CHECKPOINT)(trainer.model, None)
@@ -276,7 +278,8 @@ class Run(TrainerCallback):
         )
         self._save = save
         is_gathered = trainer.is_fsdp_enabled and not is_sharded(trainer)
-        reshard(trainer.model)  # on all ranks, even if one fails before it would in its save
+        for unit in units_of(trainer.model):
+            unit.reshard()  # on all ranks, even if one fails before it would in its save
         try:
             distributed.run_on_main(lambda: self._directory.begin(save.step))
             with nullcontext() if is_gathered else distributed.agreed():
@@ -371,9 +374,12 @@ class Run(TrainerCallback):
 
     def _check_best(self, best: Any) -> None:
         """Raise a CheckpointError if the model to be exported cannot be loaded. Collective."""
-        if not self.trainer.args.load_best_model_at_end or not distributed.from_main(best):
+        path = Path(best or "")
+        has_hashes = read_run_id(path) or (path / MANIFEST).exists()  # Trainer's own has none
+        is_checked = best and (has_hashes or not path.is_dir())
+        if not self.trainer.args.load_best_model_at_end or not distributed.from_main(is_checked):
             return
-        damage = find_damage_together(Path(best), only_model=True)
+        damage = find_damage_together(path, only_model=True)
         if damage:
             raise CheckpointError(
                 f"the best checkpoint, {best}, cannot be loaded: {damage}. Copy it there, or set "
@@ -435,17 +441,11 @@ class Run(TrainerCallback):
         return self._directory.path / f"checkpoint-{step}"
 
 
-def reshard(model: Any) -> None:
-    """Let parameters be this rank's shards again, as they are between steps."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 @torch.no_grad()
 def checksums(model: Any) -> list[float]:
     """Return the sum of each trained weight of this rank. Not a collective."""
-    reshard(model)
+    for unit in units_of(model):  # an evaluation leaves the root gathered
+        unit.reshard()
     weights = [local_part(value) for value in model.parameters() if value.requires_grad]
     return [weight.sum(dtype=torch.float64).item() for weight in weights]
 

@@ -22,7 +22,7 @@ Name = Annotated[str, Argument(help="A name from `list`, or a file.")]
 TemplateOption = Annotated[
     str, Option("--accelerate_config", help="A template, or an Accelerate config.")
 ]
-RecipeOption = Annotated[Optional[str], Option("--config", help="A shipped recipe, or a file.")]
+RecipeOption = Annotated[Optional[str], Option(help="A shipped recipe, or a file.")]
 FOLDERS = {"template": "accelerate_configs", "recipe": "recipes"}
 
 
@@ -112,7 +112,7 @@ def copy(name: Name) -> None:
         else:
             Path(target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
-            print(f"wrote {target}")
+            print("wrote", target)
 
 
 def quickstart(context: Context) -> None:

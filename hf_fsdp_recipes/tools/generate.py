@@ -42,12 +42,11 @@ def complete(
     # The pipeline would warn of image-text classes, which generate from text alone, too.
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
-    inputs = [[{"role": "user", "content": prompt}] if is_chat else prompt for prompt in prompts]
     with explained(ToolError, f"{model} cannot generate"):
         # Upstream's annotations know either chats or texts, and the chats only of other types.
         generator: Any = pipeline("text-generation", str(model))
         outputs = generator(
-            inputs,
+            [[{"role": "user", "content": prompt}] if is_chat else prompt for prompt in prompts],
             max_new_tokens=max_new_tokens,
             do_sample=False,
             return_full_text=False,

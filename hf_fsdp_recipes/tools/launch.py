@@ -4,7 +4,6 @@
 """
 
 import logging
-import math
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -44,7 +44,7 @@ CPU_ENVIRONMENT = {
     # Source: mallopt(3).
     "MALLOC_MMAP_THRESHOLD_": "1048576",
 }
-ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)", re.MULTILINE)
+ERROR = re.compile(r"(?m)^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
 # Words of the launchers' summaries, and of ranks that lost another rank.
 NOT_THE_CAUSE = ("ChildFailedError", "CalledProcessError", "by peer")
 # Options of the launcher that replace a template's values for GPUs.
@@ -130,10 +130,10 @@ def parse_launch(template: Path, arguments: Sequence[str]) -> Namespace:
 
 def run_recipe(
     template: Path,
-    arguments: Sequence[str],
+    arguments: list[str],
     log: Path,
-    is_done: Callable[[], bool] = lambda: False,
-    limit_seconds: float = math.inf,
+    is_done: Callable = lambda: False,
+    limit_seconds: float = inf,
     on_cpu: bool = False,
 ) -> int | None:
     """Run `hf-fsdp sft` until it ends, `is_done()` is true, or the time limit is reached.
@@ -158,7 +158,7 @@ def run_recipe(
     deadline = monotonic() + limit_seconds
     with log.open("w") as output:
         process = psutil.Popen(
-            [*command, *arguments],
+            command + arguments,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -1,11 +1,11 @@
 """`hf-fsdp preflight`: checks, before training, whether the nodes of a job can work together."""
 
-import errno
 import json
 import os
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from errno import EADDRINUSE, EADDRNOTAVAIL
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -39,7 +39,7 @@ class Node(NamedTuple):
     host: str
     pid: int
     num_machines: int
-    facts: dict[str, object]  # must be the same on all nodes
+    facts: dict  # must be the same on all nodes
     faults: list[str]  # those that the node found on its own
 
     @property
@@ -94,8 +94,8 @@ def preflight(
         timeout,
     )
     if node.machine_rank == 0:
-        found = ", ".join(f"{name} {value}" for name, value in facts.items())
-        print(f"preflight passed on {', '.join(hosts)}: {found}", flush=True)
+        found = _join(f"{name} {value}" for name, value in facts.items())
+        print(f"preflight passed on {_join(hosts)}: {found}", flush=True)
 
 
 def check_nodes(
@@ -189,7 +189,7 @@ def ask(node: Node, address: str, port: int, timeout: float) -> Verdict:
     with suppress(OSError, ValueError):
         greeting = peer.readline().strip()
     if greeting != GREETING:
-        raise OSError(errno.EADDRINUSE, "another program answers")
+        raise OSError(EADDRINUSE, "another program answers")
     connection.settimeout(timeout + 2 * ANSWER_SECONDS)
     try:
         print(json.dumps(node), file=peer, flush=True)
@@ -220,7 +220,7 @@ def find_faults(nodes: list[Node], address: str, timeout: float) -> Iterator[str
         )
 
 
-def _join(items: Iterable[object]) -> str:
+def _join(items: Iterable) -> str:
     return ", ".join(map(str, items))
 
 
@@ -231,12 +231,12 @@ def explain(error: OSError, address: str, port: int) -> str:
             f"main_process_ip {address!r} does not resolve. Pass an IP address, or a name that all "
             "nodes resolve."
         )
-    if error.errno == errno.EADDRINUSE:
+    if error.errno == EADDRINUSE:
         return (
             f"main_process_port {port} of {address} is in use (see `ss -ltnp`). Pass another one. "
             f"{OWN_RANK}"
         )
-    if error.errno == errno.EADDRNOTAVAIL:
+    if error.errno == EADDRNOTAVAIL:
         return (
             f"main_process_ip {address} is not an address of this host. Pass that of node 0's "
             f"host. {OWN_RANK}"

@@ -4,10 +4,10 @@ The model is a tiny one of the same architecture.
 """
 
 import json
-import tempfile
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Optional
 
 from typer import Context, Option
@@ -50,7 +50,7 @@ TOLERANCE = 1e-3  # of a relative error
 
 def rehearse(
     context: Context,
-    config: Annotated[str, Option("--config", help="Recipe: a name or a file.")],
+    config: Annotated[str, Option(help="Recipe: a name or a file.")],
     accelerate_config: TemplateOption = "cpu",
     directory: Annotated[Optional[Path], Option(help="Keep the files in this directory.")] = None,
 ) -> None:
@@ -63,7 +63,7 @@ def rehearse(
     from hf_fsdp_recipes.saving.directory import MANIFEST
     from hf_fsdp_recipes.tools.generate import complete
 
-    with tempfile.TemporaryDirectory(prefix="hf-fsdp-rehearsal-") as temporary:
+    with TemporaryDirectory(prefix="hf-fsdp-rehearsal-") as temporary:
         directory = directory or Path(temporary)
         run = directory / "run"
         if run.exists():
@@ -115,11 +115,11 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
             "the recipe names no model. Add --model_name_or_path, a directory or a Hub id."
         )
     tokenizer_name = arguments.recipe.tokenizer_name or name
-    problem = (
+    with explained(
+        ToolError,
         f"the tokenizer of {tokenizer_name} cannot be read (log in, or use --tokenizer_name "
-        "of another model; without a network, set HF_HUB_OFFLINE=1)"
-    )
-    with explained(ToolError, problem):
+        "of another model; without a network, set HF_HUB_OFFLINE=1)",
+    ):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
     model = directory / "model"
     config = shrink(find_config(name), len(tokenizer))
@@ -144,19 +144,19 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
     ]
 
 
-def compare(template: Path, arguments: Sequence[str], directory: Path, num_ranks: int) -> None:
+def compare(template: Path, arguments: list[str], directory: Path, num_ranks: int) -> None:
     """Train two steps on ranks and in one process without FSDP, and compare the changes.
 
     The micro-batches of all ranks are the process's accumulation steps. Raises a ToolError if a
     weight changes differently.
     """
-    options = [*arguments, *COMPARED.split()]
+    options = arguments + COMPARED.split()
     train(template, [*options, f"--output_dir={directory}/ranks"], directory)
     options += ["--num_processes=1", f"--gradient_accumulation_steps={num_ranks}"]
     try:
         train(find_file("template", "ddp"), [*options, f"--output_dir={directory}/one"], directory)
     except ToolError as error:
-        return print(f"note: not compared with one process, which fails: {error}")
+        return print("note: not compared with one process, which fails:", error)
     errors = find_errors(directory)
     worst = max(errors, key=errors.__getitem__)
     found = f"(relative error {errors[worst]:.1g})"
@@ -192,9 +192,9 @@ def find_errors(directory: Path) -> dict[str, float]:
 
 def train(
     template: Path,
-    arguments: Sequence[str],
+    arguments: list[str],
     directory: Path,
-    is_done: Callable[[], bool] = lambda: False,
+    is_done: Callable = lambda: False,
 ) -> str:
     """Run the recipe to its end, or kill the run once `is_done()` is true. Return its output.
 

@@ -3,10 +3,10 @@
 AMD's article on FSDP with ROCm does the same.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from itertools import groupby
+from math import ceil
 from operator import attrgetter
 from pathlib import Path
 from textwrap import shorten
@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from typer import Context, Option
 
 from hf_fsdp_recipes.errors import ToolError
-from hf_fsdp_recipes.metrics.metrics_file import METRICS_FILE, Entry, read_metrics, summarize
+from hf_fsdp_recipes.metrics.metrics_file import (
+    MEMORY,
+    METRICS_FILE,
+    Entry,
+    read_metrics,
+    summarize,
+)
 from hf_fsdp_recipes.tools.files import find_file
 from hf_fsdp_recipes.tools.launch import find_error, run_recipe
 
@@ -130,14 +136,14 @@ def read_result(case: Path) -> Result:
     status = find_status(case)
     entries = read_metrics(case / METRICS_FILE) if status == FINISHED else []
     measured = summarize([entry for entry in entries if "loss" in entry])
-    for kind in ("host_bytes", "device_peak_bytes", "device_reserved_peak_bytes"):
+    for kind in MEMORY:  # the last that was measured is the most that a rank needs
         if kind in measured:  # CPU ranks have no memory of a device
             measured["gigabytes"] = measured[kind]
     for start in entries:
         # A start of the run has the key if the dataset is no stream.
         if "num_rows" in start and "step_seconds" in measured:
             rows_of_rank = start["batch_per_device"] * start["gradient_accumulation_steps"]
-            num_steps = math.ceil(start["num_rows"] / (rows_of_rank * start["num_ranks"]))
+            num_steps = ceil(start["num_rows"] / (rows_of_rank * start["num_ranks"]))
             measured["epoch_seconds"] = num_steps * measured["step_seconds"]
     return Result(template, int(ranks), status, measured)
 

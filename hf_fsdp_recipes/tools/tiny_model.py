@@ -1,6 +1,6 @@
 """Makes the config of a tiny model from that of a real one."""
 
-import copy
+from copy import deepcopy
 from typing import Any
 
 # Values of a tiny config, and the fields that get them unless they are 0 or None.
@@ -30,7 +30,7 @@ def shrink(config: Any, num_tokens: int) -> Any:
     Its parts, such as the config of a vision tower, are tiny too. Tied weights stay tied. Of
     several kinds of layers, two kinds are kept.
     """
-    tiny = copy.deepcopy(config)
+    tiny = deepcopy(config)
     fields = vars(tiny)
     depth = fields.get("num_hidden_layers")
     is_grouped = fields.get("num_key_value_heads") != fields.get("num_attention_heads")

@@ -4,7 +4,7 @@ It then sums gradients in float32, refuses models that mix packed rows or get an
 their own, and lets streamed runs resume.
 """
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def reduce_in_float32(plugin: Any, model: Any) -> None:
     policy = plugin.mixed_precision_policy
     if not policy:
         return
-    plugin.mixed_precision_policy = dataclasses.replace(policy, reduce_dtype=torch.float32)
+    plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
 
     @torch.compiler.disable
     def gather(root: torch.nn.Module, inputs: object) -> None:
@@ -89,7 +89,7 @@ class ModelCheck(TrainerCallback):
         if is_nll and not trainer.aux_loss_enabled and trainer.compute_loss_func is None:
             self._check_loss(model)
 
-    def _collate(self, *rows: list[int]) -> dict[str, Any]:
+    def _collate(self, *rows: list[int]) -> dict:
         return send_to_device(
             self._trainer.data_collator([{"input_ids": row, "labels": row} for row in rows]),
             self._trainer.args.device,
@@ -107,11 +107,10 @@ class ModelCheck(TrainerCallback):
             del batch["labels"]
             outputs.append(model(**batch, use_cache=False).logits[0, len(ROW) :].float())
         if torch.dist(*outputs) > TOLERANCE * outputs[0].norm():
-            attention = getattr(model.config, ATTENTION, None)
             raise RecipeError(
-                f"packing: with attn_implementation {attention}, {type(model).__name__} lets packed"
-                " rows see each other. Set packing: false, or an attn_implementation that keeps "
-                "them apart, such as flash_attention_2."
+                f"packing: with attn_implementation {getattr(model.config, ATTENTION, None)}, "
+                f"{type(model).__name__} lets packed rows see each other. Set packing: false, or "
+                "an attn_implementation that keeps them apart, such as flash_attention_2."
             )
 
     def _check_loss(self, model: PreTrainedModel) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from hf_fsdp_recipes.errors import RecipeError, explained
 from hf_fsdp_recipes.settings import Settings, read_settings
@@ -18,8 +18,6 @@ from hf_fsdp_recipes.upstream.patches import are_cpu_ranks_requested
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
-
-T = TypeVar("T")
 
 OPTION = re.compile(r"--([\w-]+)")
 # Fields that may hold a path relative to the recipe's own file.
@@ -32,7 +30,7 @@ PATHS = (
 )
 
 
-def _field(default: T, text: str) -> T:
+def _field(default: object, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
@@ -100,13 +98,13 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
             raise RecipeError(f"{name} is not an argument{ending}")
     # argparse checks texts, numbers and choices if they are options. TRL would take those of a
     # recipe as they are.
-    options = []
-    for name, value in recipe.items():
-        action = actions.get(name)
-        if not action or value is None:
-            continue
-        if isinstance(value, str) or action.choices or action.type in (int, float):
-            options.append(f"--{name}={value}")
+    options = [
+        f"--{name}={value}"
+        for name, value in recipe.items()
+        if name in actions
+        and value is not None
+        and (isinstance(value, str) or actions[name].choices or actions[name].type in (int, float))
+    ]
     with explained(RecipeError, "an argument is refused"):  # by the classes' own checks
         return Arguments(*parser.parse_args_and_config([*options, *words]))
 

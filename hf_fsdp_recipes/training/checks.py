@@ -4,9 +4,9 @@ It finds only mistakes that upstream ignores, finds too late or does not name.
 """
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from huggingface_hub import whoami
@@ -72,8 +72,7 @@ def _check_model_and_rows(arguments: Arguments) -> Iterator[str]:
         yield "A stream cannot be split. Remove validation_split_percentage."
     if model.use_peft:
         return
-    defaults = type(model)
-    changed = [name for name in LORA_FIELDS if getattr(model, name) != getattr(defaults, name)]
+    changed = [name for name in LORA_FIELDS if getattr(model, name) != getattr(type(model), name)]
     if changed:
         yield f"{', '.join(changed)} without use_peft: true would train all weights."
     if recipe.merge_adapter:
@@ -138,7 +137,7 @@ def check_targets(arguments: Arguments) -> None:
     def check() -> None:
         with explained(RecipeError, f"output_dir: {output} cannot be written (name another)"):
             output.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=output).close()
+            TemporaryFile(dir=output).close()
         if training.push_to_hub:
             with explained(RecipeError, "push_to_hub cannot log in (run `hf auth login`)"):
                 whoami(token=training.hub_token)

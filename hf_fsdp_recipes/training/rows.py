@@ -89,7 +89,7 @@ def _check_texts(rows: Rows, name: str, text_column: str) -> None:
     """Refuse unknown columns, and a dataset in which texts are missing."""
     columns = columns_of(rows)
     known = (*TEXTS, (text_column,))
-    used = [names for names in known if set(names) <= set(columns)]
+    used = [names for names in known if set(names).issubset(columns)]
     if not used:
         choices = "; ".join(map(" and ".join, known))
         raise RecipeError(
@@ -152,7 +152,7 @@ def to_trl_format(rows: Rows, prompt_format: str) -> Rows:
     Other rows are already in one of TRL's formats.
     """
     columns = columns_of(rows)
-    if "instruction" not in columns or "output" not in columns:
+    if not {"instruction", "output"}.issubset(columns):
         return rows
     return rows.map(to_alpaca if prompt_format == "alpaca" else to_chat, remove_columns=columns)
 

@@ -11,6 +11,7 @@ of `p` in `self.state[p]`.
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_recipes.upstream.patches import is_fsdp_requested
@@ -74,7 +75,7 @@ class _LocalStep:
     is_paged: bool
     get_state_buffer: Any
 
-    def init_state(self, group: object, p: torch.Tensor, *indices: int) -> None:
+    def init_state(self, group: object, p: Tensor, *indices: int) -> None:
         shard = local_part(p)
         super().init_state(group, shard, *indices)  # type: ignore[misc]
         state = self.state.pop(shard)
@@ -83,10 +84,10 @@ class _LocalStep:
                 state[name] = to_sharded(value, p)
         self.state[p] = state
 
-    def prefetch_state(self, p: torch.Tensor) -> None:
+    def prefetch_state(self, p: object) -> None:
         """Do nothing. `update_step` prefetches the local tensors."""
 
-    def update_step(self, group: object, p: torch.Tensor, *indices: int) -> None:
+    def update_step(self, group: object, p: Tensor, *indices: int) -> None:
         state = self.state[p]
         shard = local_part(p).detach()  # so that its gradient is freed
         if not shard.numel():
@@ -98,7 +99,7 @@ class _LocalStep:
         super().update_step(group, shard, *indices)  # type: ignore[misc]
         state["step"] = self.state.pop(shard)["step"]
 
-    def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+    def load_state_dict(self, state_dict: dict, move_to_device: bool = True) -> None:
         """Load the optimizer's state. If this is a paged optimizer, move it to paged memory."""
         super().load_state_dict(state_dict, move_to_device)  # type: ignore[misc]
         if not self.is_paged:
@@ -117,9 +118,9 @@ def local_part(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def to_sharded(values: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def to_sharded(values: Tensor, p: Tensor) -> Tensor:
     """Return this rank's rows of a state as a DTensor if the parameter is one, sharded like it."""
-    sharded = torch.empty_like(p, dtype=values.dtype, requires_grad=False)
+    sharded = torch.empty_like(p, dtype=values.dtype)
     if not isinstance(sharded, DTensor):
         return values
     set_local_tensor(sharded, values)

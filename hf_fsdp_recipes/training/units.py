@@ -4,7 +4,7 @@ FSDP2 sums a weight's gradient over the ranks only if the weight is used while t
 holds it runs its forward pass.
 """
 
-import functools
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ def train_like_one_process(model: Module) -> None:
         reduce_unused_weights(root)
 
 
-def units_of(model: Module) -> list[Any]:
+def units_of(model: Module) -> list:
     """Return the FSDP units of a model, the root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -114,10 +114,10 @@ def reduce_unused_weights(unit: Any) -> None:
 
     A unit that does not run reduces none.
     """
-    if not hasattr(unit, REDUCE_UNUSED):  # before torch 2.13
+    if hasattr(unit, REDUCE_UNUSED):
+        unit.register_forward_pre_hook(lambda *_: getattr(unit, REDUCE_UNUSED)(True, recurse=False))
+    else:  # before torch 2.13
         unit.register_full_backward_hook(add_zero_gradients)
-        return
-    unit.register_forward_pre_hook(lambda *_: getattr(unit, REDUCE_UNUSED)(True, recurse=False))
 
 
 def add_zero_gradients(unit: Module, *gradients: object) -> None:
@@ -132,7 +132,7 @@ def note_gradients(model: Module) -> None:
 
     FSDP sets the gradients of shards itself. So a loss has gathered the weight then.
     """
-    handles: list[Any] = []
+    handles: list = []
 
     def note(name: str, gradient: Tensor) -> None:
         while handles:
@@ -149,11 +149,11 @@ def note_gradients(model: Module) -> None:
             and isinstance(parameter, DTensor)
             and parameter.device_mesh.size() > 1
         ):
-            handles.append(parameter.register_hook(functools.partial(note, name)))
+            handles.append(parameter.register_hook(partial(note, name)))
 
 
 @torch.compiler.disable
-def refuse_uneven_images(model: Module, inputs: object, named_inputs: dict[str, object]) -> None:
+def refuse_uneven_images(model: Module, inputs: object, named_inputs: dict) -> None:
     """Raise an error if only some ranks have images, video or audio. Collective.
 
     The ranks gather the weights of an encoder together, so all of them have to call it.

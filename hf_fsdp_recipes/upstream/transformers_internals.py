@@ -17,7 +17,10 @@ from transformers.core_model_loading import (
     revert_weight_conversion,  # how weights become files again
 )
 from transformers.dynamic_module_utils import custom_object_save  # copies a model's own code
-from transformers.initialization import no_init_weights  # builds a model without random numbers
+from transformers.initialization import (
+    meta_device_safe_creation_ops,  # lets models on meta read the numbers of a schedule
+    no_init_weights,  # builds a model without random numbers
+)
 from transformers.modeling_utils import (
     local_torch_dtype,  # the dtype in which layers are created
     remove_tied_weights_from_state_dict,  # which name of a tied weight is saved

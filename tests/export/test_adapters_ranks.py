@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import shutil
 
 import pytest
 import torch
@@ -84,6 +85,38 @@ def test_an_adapted_embedding_that_is_tied_is_not_merged(tiny_model, tmp_path):
     assert {kind for kind, _ in errors} == {"ExportError"}
     assert "are tied, and the adapter changes one" in errors[0][1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_with_values_that_are_not_saved_is_not_merged(tiny_model, tmp_path):
+    from peft import OFTConfig, get_peft_model
+
+    from hf_fsdp_recipes import export_model
+    from hf_fsdp_recipes.errors import ExportError
+
+    model = get_peft_model(load(tiny_model("llama")), OFTConfig(target_modules=["q_proj"]))
+    with pytest.raises(ExportError, match="merge it with PEFT"):
+        export_model(model, tmp_path / "export", merge_adapter=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_of_a_resized_model_is_not_merged_into_the_files(tiny_model, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    model = load(tiny_model("llama"))
+    adapt(model, target_modules=["q_proj"]).save_pretrained(tmp_path / "adapter")
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    model.config.save_pretrained(tmp_path / "base")
+    for file in tiny_model("llama").glob("*.safetensors"):
+        shutil.copy(file, tmp_path / "base")
+    with pytest.raises(ExportError, match="has another shape"):
+        export_checkpoint(
+            tmp_path / "adapter",
+            tmp_path / "export",
+            base_model=tmp_path / "base",
+            merge_adapter=True,
+        )
+    assert not (tmp_path / "export").exists()
 
 
 def _export_zero_rows(directory, folder):

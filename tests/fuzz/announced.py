@@ -164,9 +164,9 @@ ANNOUNCED: dict[Callable[[Context, Difference], bool], str] = {
     "finite.",
     is_config_refused: "A generation config that transformers refuses to save is written as the "
     "model came with it.",
+    is_given_up: "A checkpoint is given up if a callback's on_save raises an error.",
     makes_up: "A run that resumes after the last step of an epoch begins with the evaluation "
     "that was due then.",
-    is_given_up: "A checkpoint is given up if a callback's on_save raises an error.",
 }
 TOUCH_NOTHING = (is_refused, is_export_refused, is_finished)
 

@@ -15,6 +15,7 @@ from tests.fuzz.announced import (
     is_not_finite,
     is_refused,
     keeps_latest,
+    makes_up,
     sets_aside,
 )
 from tests.fuzz.combinations import OPTIONS, read_cases
@@ -25,6 +26,7 @@ from tests.fuzz.shrinking import Shrinker, kinds_of, surprises
 LIST = Path(__file__).with_name("cases.txt")
 SEEDS = range(2026, 2030)
 BEST = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "odd"}
+EPOCH = {"eval_strategy": "epoch", "max_steps": -1, "num_train_epochs": 1}
 # A combination for each announced difference.
 EXAMPLES = {
     is_refused: {"world": "fsdp2", "second": {"from": "none"}},
@@ -35,6 +37,7 @@ EXAMPLES = {
     is_not_finite: {"world": "fsdp1", "actors": [["on_step_end", 2, "nan"]], "lora": True},
     is_config_refused: {"world": "one", "sampling": True},
     is_given_up: {"world": "one", "actors": [["on_save", 1, "interrupt"]]},
+    makes_up: {"world": "ddp2", **EPOCH, "after": ["train_true"]},
 }
 # Changes of our side only, and the kind of a difference that they make.
 FAULTS = {

@@ -382,9 +382,14 @@ def _score_and_signal_in_step_6(trainer):
     on(trainer, "on_step_begin", lambda state, _: state.global_step == 5 and _send())
 
 
-@pytest.mark.parametrize("world", ["ddp", "one"])
-def test_a_signal_saves_all_state_even_if_other_saves_hold_the_model_only(run, tmp_path, world):
-    options = {"world": world, "save_only_model": True}
+@pytest.mark.parametrize(
+    ("world", "other"),
+    [("ddp", {}), ("one", {}), ("one", {"save_steps": 3}), ("one", {"save_strategy": "epoch"})],
+)
+def test_a_signal_saves_all_state_even_if_other_saves_hold_the_model_only(
+    run, tmp_path, world, other
+):
+    options = {"world": world, "save_only_model": True} | other
     whole = run(tmp_path / "whole", **options)
     signal_then = functools.partial(_improve_and_signal, event="on_step_begin", step=2)
     run(tmp_path / "run", prepare=signal_then, expect_failure=True, **options)

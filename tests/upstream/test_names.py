@@ -278,6 +278,8 @@ def test_transformers_has_the_other_functions(llama):
         assert torch.empty(1).dtype == torch.bfloat16
     with transformers_internals.no_init_weights():
         LlamaForCausalLM(llama.config)
+    with torch.device("meta"), transformers_internals.meta_device_safe_creation_ops():
+        assert torch.linspace(0, 1, 3)[1].item() == 0.5
     assert transformers_internals.str_to_torch_dtype["BF16"] == torch.bfloat16
     kept = transformers_internals.remove_tied_weights_from_state_dict(llama.state_dict(), llama)
     assert "lm_head.weight" not in kept

@@ -55,8 +55,9 @@ def plan(
         limit_gigabytes = float(gpu_memory.upper().removesuffix("GB"))
     warnings.simplefilter("ignore", FutureWarning)
     job = read_job(config, accelerate_config, context.args)
-    problem = "plan needs what an installed version lacks (tested: TRL 1.16 with torch 2.13)"
-    with explained(ToolError, problem):
+    with explained(
+        ToolError, "plan needs what an installed version lacks (tested: TRL 1.16 with torch 2.13)"
+    ):
         from hf_fsdp_recipes.tools.plan.step import measure_step
     parts = measure_step(read_config(job), job)
     if not job.on_cpu:

@@ -6,8 +6,8 @@ The functions differ on a GPU, or cannot run on fake tensors.
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
+from torch.nn import Linear, Parameter, functional
 from transformers import PreTrainedModel
 
 from hf_fsdp_recipes.tools.plan.job import Job
@@ -25,7 +25,7 @@ SCALE_BYTES = 4 / 64  # of each value: a float32 for each block
 NESTED_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)  # the scales are quantized, too
 
 
-class PackedLinear(nn.Linear):
+class PackedLinear(Linear):
     """A linear layer with a weight in 4 bits, like bitsandbytes' Linear4bit. It has no data.
 
     Args:
@@ -34,11 +34,11 @@ class PackedLinear(nn.Linear):
         is_nested: whether the scales are quantized, too. Every rank has all scales.
     """
 
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype, is_nested: bool) -> None:
+    def __init__(self, linear: Linear, dtype: torch.dtype, is_nested: bool) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         num_values = linear.weight.numel()
         packed = torch.empty(num_values // (2 * dtype.itemsize), 1, dtype=dtype, device="meta")
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight = Parameter(packed, requires_grad=False)
         self.bias = linear.bias
         scale_bytes = NESTED_SCALE_BYTES if is_nested else SCALE_BYTES
         scales = torch.empty(round(num_values * scale_bytes), dtype=torch.uint8, device="meta")
@@ -57,33 +57,28 @@ class PackedLinear(nn.Linear):
 
 def pack_linears(model: PreTrainedModel, dtype: torch.dtype, is_nested: bool) -> None:
     """Pack the weights of linear layers, except the head, into 4 bits."""
-    head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and module is not head:
+        if isinstance(module, Linear) and module is not model.get_output_embeddings():
             model.set_submodule(name, PackedLinear(module, dtype, is_nested))
 
 
-def replacements(job: Job) -> Iterator[tuple[object, str, object]]:
+def replacements(job: Job) -> Iterator[tuple]:
     """Generate (module, name, replacement) of functions that differ on a GPU or on fake tensors."""
     is_flash = "flash" in str(job.arguments.model.attn_implementation)
     is_padded = job.shape[0] > 1 and not job.arguments.training.packing
     # SDPA needs a mask for padded rows, for packed rows and for sliding windows.
     has_mask = not is_flash and (job.is_joined or is_padded)
 
-    def ignore_mask(
-        padding: object,
-        length: int,
-        kv_length: int,
-        offset: object,
-        kv_offset: object,
-        window: int | None = None,
-    ) -> bool:
-        return is_flash or not (has_mask or (window is not None and kv_length >= window))
-
     # Without its hooks, torch's tracker has no statistics of each module. They would take minutes
     # for a large model.
     yield ModTracker, "register_user_hooks", lambda *hooks: None
-    yield masking_utils, NEEDS_NO_MASK, ignore_mask
+    yield (
+        masking_utils,
+        NEEDS_NO_MASK,
+        lambda padding, length, kv_length, offset, kv_offset, window=None: (
+            is_flash or not (has_mask or (window is not None and kv_length >= window))
+        ),
+    )
     yield (
         masking_utils,
         "find_packed_sequence_indices",

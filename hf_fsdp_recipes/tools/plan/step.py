@@ -96,9 +96,13 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
     training = job.arguments.training
     take_quantizer(config)
     dtype: Any = getattr(torch, str(chosen.dtype), None) or config.dtype or torch.float32
-    # Unless eager attention is chosen, the model has SDPA, if it can.
-    arguments = {"attn_implementation": "eager" if chosen.attn_implementation == "eager" else None}
-    model: Any = build_on_meta(config, dtype, find_class(config), arguments)
+    model: Any = build_on_meta(
+        config,
+        dtype,
+        find_class(config),
+        # Unless eager attention is chosen, the model has SDPA, if it can.
+        {"attn_implementation": "eager" if chosen.attn_implementation == "eager" else None},
+    )
     model.train()
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     if chosen.load_in_4bit:
@@ -128,7 +132,7 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
     return model
 
 
-def _trained_parameters(model: nn.Module) -> list[Any]:
+def _trained_parameters(model: nn.Module) -> list:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -194,13 +198,12 @@ def _run(model: Any, job: Job) -> dict[str, float]:
     trained = [] if job.is_offloaded else _trained_parameters(model)
     size = sum(parameter.to_local().nbytes for parameter in trained)
     num_states = next((number for part, number in NUM_STATES.items() if part in optimizer), 2)
-    resident = {"optimizer state": num_states * size}
-    in_passes = tracker.sizes("peak") | resident
-    in_update = tracker.sizes("current") | resident
+    in_update = tracker.sizes("current")
     if optimizer == "adamw_torch" and not job.on_cpu:
         # Its multi-tensor step computes the new values of all parameters at once.
         in_update["optimizer's new values"] = size
-    return max(in_passes, in_update, key=lambda sizes: sum(sizes.values()))
+    peak = max(tracker.sizes("peak"), in_update, key=lambda sizes: sum(sizes.values()))
+    return peak | {"optimizer state": num_states * size}
 
 
 def _move_gradient_to_host(parameter: Tensor) -> None:
