@@ -108,7 +108,7 @@ def test_an_adapter_of_a_resized_model_is_not_merged_into_the_files(tiny_model):
     model.resize_token_embeddings(model.config.vocab_size + 8)
     lora = LoraConfig(target_modules=["q_proj"])
     shell = shells.adapt(shells.copy_on_meta(model), lora, "default")
-    with pytest.raises(ExportError, match="embed_tokens.weight has another shape"):
+    with pytest.raises(ExportError, match="has another shape"):
         merge.plan_merge_into_files(shell, {}, tiny_model("llama"), None)
 
 
