@@ -92,7 +92,7 @@ def plan_export(
         else:
             raise ExportError(
                 f"{type(unwrapped).__name__} is no transformers model, so it cannot be exported in "
-                "Hugging Face format. Remove export_dir."
+                "Hugging Face format. Train it without export_dir."
             )
     return partial(output.write_weights, plan)
 
@@ -237,7 +237,7 @@ def _plan_full(
     if wrong:
         raise ExportError(
             f"the weights do not fit the config of {type(shell).__name__}: {wrong[:3]}. "
-            "A model with changed layers cannot be exported."
+            "A model with changed layers cannot be exported: train it without export_dir."
         )
     return plan_in_file_format(
         shell, [copy_step(name, name, held[name], dtype) for name in kept], held

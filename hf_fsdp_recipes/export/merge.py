@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.errors import ExportError, explained
 from hf_fsdp_recipes.export.files import OptionalDtype, PathLike, Tensors
 from hf_fsdp_recipes.export.shells import AdaptedShell
 from hf_fsdp_recipes.export.sources import Sources, from_files, on_meta
@@ -105,14 +105,7 @@ def _merge_steps(
     steps = []
     for path, layer in _find_layers(shell.adapted.get_base_model()).items():
         metas = {}
-        state = layer.state_dict()
-        unsaved = [name for name, _ in layer.named_buffers() if name not in state]
-        if unsaved:
-            raise ExportError(
-                f"{type(layer).__name__} of PEFT computes {unsaved} anew, so the adapter cannot be "
-                "merged here. Export the adapter only, and merge it with PEFT."
-            )
-        for name in state:
+        for name in layer.state_dict():
             key = f"{PREFIX}{path}.{name}"
             if key not in sources:
                 raise ExportError(
@@ -154,11 +147,14 @@ def _merge_step(
 ) -> Step:
     """Return the step of one layer. `metas` is the layer's state dict on meta."""
     prefix = f"{PREFIX}{path}."
+    problem = (
+        f"the adapter of {path} cannot be merged here (export it alone, and merge it with PEFT)"
+    )
 
     def merge(state: Tensors) -> Tensors:
-        return {
-            names[f"{path}.{name}"]: value for name, value in _merge(deepcopy(layer), state).items()
-        }
+        with explained(ExportError, problem):
+            merged = _merge(deepcopy(layer), state)
+        return {names[f"{path}.{name}"]: value for name, value in merged.items()}
 
     def merge_in_float32(tensors: Tensors) -> Tensors:
         # The adapter may be on an accelerator while base weights from files are on the CPU.
@@ -180,6 +176,10 @@ def _merge_step(
 def _merge(layer: Any, state: Tensors) -> Tensors:
     """Return the state dict of the module that `merge_and_unload` puts in place of `layer`."""
     layer.load_state_dict(state, assign=True)
+    for name, _ in list(layer.named_buffers()):
+        if name not in state:  # then it has no values here, and must not be used
+            path, _, buffer = name.rpartition(".")
+            delattr(layer.get_submodule(path), buffer)
     # A safe merge does not change its input, which may be the model's own tensor. But it cannot
     # check meta tensors for NaN.
     is_safe = not any(value.is_meta for value in state.values())

@@ -315,6 +315,7 @@ def lock(file: Path, is_needed: bool = True) -> TextIO | None:
                 return None
             except OSError as error:
                 if not is_needed:
+                    stream.close()
                     return None
                 logger.warning(
                     "%s cannot be locked: %s. Start only one run in this directory at a time.",

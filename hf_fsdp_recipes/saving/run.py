@@ -138,9 +138,8 @@ class Run(TrainerCallback):
         **_: object,
     ) -> None:
         """Install the signal handlers. If the run is complete, let Trainer skip its epochs."""
-        states: Any = state.stateful_callbacks  # annotated as a list, but a dict
+        states: Any = state.stateful_callbacks
         is_evaluation_due = states.get(STATE_KEY, {}).get("evaluate")
-        states[STATE_KEY] = {"run": self.run_id}
         if self._checkpoint:
             self._find_best(Path(self._checkpoint, TRAINER_STATE_NAME))
         if self.trainer.is_fsdp_enabled:
@@ -258,12 +257,12 @@ class Run(TrainerCallback):
         self._locate_best(state.best_global_step)
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(self._path_of(state.global_step))
-        # The step may end an epoch, after which Trainer evaluates.
+        # If the step ends an epoch, Trainer may evaluate next.
         is_last = not state.epoch % 1 or trainer.control.should_training_stop
         is_due = is_last and args.eval_strategy == "epoch" and args.eval_delay <= state.epoch
         is_due = is_due and self._evaluated_step != state.global_step
-        states: Any = state.stateful_callbacks
-        states[STATE_KEY]["evaluate"] = self._is_cut or is_due
+        states: Any = state.stateful_callbacks  # annotated as a list, but a dict
+        states[STATE_KEY] = {"run": self.run_id, "evaluate": self._is_cut or is_due}
         save = Save(
             step=state.global_step,
             written=self._directory.workspace / f"checkpoint-{state.global_step}",
@@ -372,17 +371,18 @@ class Run(TrainerCallback):
         with mock.patch.object(arguments, "save_total_limit", None):
             return by_trainer(*args, **kwargs)
 
-    def _check_best(self, best: Any) -> None:
+    def _check_best(self, best: str | None) -> None:
         """Raise a CheckpointError if the model to be exported cannot be loaded. Collective."""
-        path = Path(best or "")
-        has_hashes = read_run_id(path) or (path / MANIFEST).exists()  # Trainer's own has none
-        is_checked = best and (has_hashes or not path.is_dir())
-        if not self.trainer.args.load_best_model_at_end or not distributed.from_main(is_checked):
+        if not best or not self.trainer.args.load_best_model_at_end:
             return
-        damage = find_damage_together(path, only_model=True)
+        path = distributed.from_main(Path(best))
+        is_of_stock = distributed.run_on_main(
+            lambda: path.is_dir() and not read_run_id(path) and not (path / MANIFEST).exists()
+        )
+        damage = None if is_of_stock else find_damage_together(path, only_model=True)
         if damage:
             raise CheckpointError(
-                f"the best checkpoint, {best}, cannot be loaded: {damage}. Copy it there, or set "
+                f"the best checkpoint, {path}, cannot be loaded: {damage}. Copy it there, or set "
                 "load_best_model_at_end=False."
             )
 
@@ -398,7 +398,8 @@ class Run(TrainerCallback):
             self._callback.export(self)
         if self._error is not None:
             raise CheckpointError(
-                f"the last checkpoint was not saved: {self._explain(self._error)}"
+                f"the last checkpoint was not saved in {self._directory.path}: "
+                f"{describe(self._error)}"
             ) from self._error
         if self._flags.told:
             checkpoint = self._path_of(self.trainer.state.global_step)
@@ -429,13 +430,10 @@ class Run(TrainerCallback):
         """Raise the error of the last save if the next ones would fail, too."""
         error = self._error
         if isinstance(error, WeightsError) or (error and self._num_failures >= MAX_FAILURES):
-            raise CheckpointError(f"training stops: {self._explain(error)}") from error
-
-    def _explain(self, error: BaseException) -> str:
-        text = describe(error)
-        if not isinstance(error, WeightsError):
-            text += f". Is there space left in {self._directory.path}?"
-        return text
+            raise CheckpointError(
+                f"training stops, because nothing was saved in {self._directory.path}: "
+                f"{describe(error)}"
+            ) from error
 
     def _path_of(self, step: int) -> Path:
         return self._directory.path / f"checkpoint-{step}"
@@ -447,7 +445,8 @@ def checksums(model: Any) -> list[float]:
     for unit in units_of(model):  # an evaluation leaves the root gathered
         unit.reshard()
     weights = [local_part(value) for value in model.parameters() if value.requires_grad]
-    return [weight.sum(dtype=torch.float64).item() for weight in weights]
+    # Some devices have no float64.
+    return [weight.sum(dtype=torch.float32).item() for weight in weights]
 
 
 def _best(state: TrainerState) -> tuple[Any, ...]:

@@ -375,3 +375,13 @@ def test_an_evaluation_before_training_changes_nothing(run, tmp_path):
 
 def _evaluate_first(trainer):
     on(trainer, "on_train_begin", lambda state, control: trainer.evaluate())
+
+
+def test_a_callback_can_save_before_the_first_step(run, tmp_path):
+    options = {"world": "one", "eval_strategy": "epoch", "prepare": _save_first}
+    (result,) = run(tmp_path, **options)
+    assert result["error"] is None and steps_in(tmp_path) == [0, 2, 4]
+
+
+def _save_first(trainer):
+    on(trainer, "on_train_begin", lambda *_: trainer._save_checkpoint(trainer.model, None))
