@@ -17,7 +17,7 @@ namespace emu {
 using Clock = std::chrono::steady_clock;
 constexpr auto PAUSE = std::chrono::microseconds(200);
 constexpr auto LOOK = std::chrono::milliseconds(20);   // how often a rank looks for a refusal
-constexpr auto STAY = std::chrono::milliseconds(500);  // a refused rank stays until the others know
+constexpr auto STAY = std::chrono::seconds(3);         // how long a rank waits until all know a refusal
 
 // The first operations of ranks, and the order of operations, of one group.
 class Rules {
@@ -103,17 +103,16 @@ class Rules {
   // Throw the refusal of any rank.
   void look_for_refusal() {
     check_refused();
-    if (is_in_store(*job_, "emu/refused")) fail(job_->get_to_str("emu/refused"));
+    if (is_in_store(*job_, "emu/refused")) fail_when_all_know(job_->get_to_str("emu/refused"));
   }
 
   [[noreturn]] void refuse(const std::string& sentence) {
     try {
       job_->set("emu/refused", me() + " was refused: " + sentence);
-      std::this_thread::sleep_for(STAY);
     } catch (const c10::Error&) {
       is_alive_ = false;
     }
-    fail(sentence);
+    fail_when_all_know(sentence);
   }
 
  private:
@@ -138,6 +137,22 @@ class Rules {
       if (refused_.empty()) refused_ = sentence;
     }
     C10_THROW_ERROR(DistBackendError, sentence);
+  }
+
+  // A rank that throws may end, and the store may be this rank's.
+  [[noreturn]] void fail_when_all_know(const std::string& sentence) {
+    auto end = Clock::now() + STAY;
+    std::vector<std::string> all;
+    for (int rank = 0; rank < std::stoi(std::getenv("WORLD_SIZE")); ++rank) {
+      all.push_back("emu/know/" + std::to_string(rank));
+    }
+    try {
+      job_->set(all[std::stoi(std::getenv("RANK"))], "yes");
+      while (Clock::now() < end && !job_->check(all)) std::this_thread::sleep_for(LOOK);
+    } catch (const c10::Error&) {
+      is_alive_ = false;
+    }
+    fail(sentence);
   }
 
   void check_refused() {
