@@ -199,7 +199,7 @@ class BackgroundSaver:
 
         from hf_fsdp_recipes.saving.host_copy import find_tensors
         from hf_fsdp_recipes.saving.recorder import redirected
-        from hf_fsdp_recipes.training.sharded_optimizer import local_part
+        from hf_fsdp_recipes.weights.rows import local_part
 
         with redirected(self._trainer, self._directory.workspace) as state:
             save_as_trainer(self._trainer, self._directory.workspace)

@@ -32,8 +32,8 @@ from hf_fsdp_recipes.saving.host_copy import HostCopy, count_bytes, find_tensors
 from hf_fsdp_recipes.saving.run import Run
 from hf_fsdp_recipes.saving.saver import Saver
 from hf_fsdp_recipes.training.arguments import parse_arguments
-from hf_fsdp_recipes.training.sharded_optimizer import local_part
 from hf_fsdp_recipes.upstream import patches
+from hf_fsdp_recipes.weights.rows import local_part
 from tests.ranks.memory import PeakMemory
 
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "datasets", "bitsandbytes")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from peft import PeftConfig, PeftModel
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch.nn import Module
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,6 +31,7 @@ from hf_fsdp_recipes.upstream.transformers_internals import (
     names_not_saved,
     remove_tied_weights_from_state_dict,
 )
+from hf_fsdp_recipes.weights.files import find_model
 
 # Accelerate's name for the folder of sharded weights in a checkpoint.
 MODEL_FOLDER = "pytorch_model_fsdp_0"
@@ -187,7 +189,10 @@ def _open_checkpoint(checkpoint: Path) -> tuple[Sources, PeftConfig | None]:
             held = sources.from_checkpoint(folder)
             break
     else:
-        held = sources.from_files(Checkpoint(checkpoint))
+        files = [checkpoint / SAFETENSORS_WEIGHTS_NAME]  # of an adapter
+        if not files[0].is_file():
+            _, files = find_model(str(checkpoint), {})
+        held = sources.from_files(Checkpoint(files))
     if (checkpoint / "adapter_config.json").is_file():
         return held, PeftConfig.from_pretrained(str(checkpoint))
     if any(".lora_" in name for name in held):

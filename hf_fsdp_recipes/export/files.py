@@ -12,16 +12,12 @@ import torch
 from torch import Tensor
 
 from hf_fsdp_recipes.errors import ExportError, describe
-from hf_fsdp_recipes.saving.saver import is_finite
-from hf_fsdp_recipes.upstream.transformers_internals import str_to_torch_dtype
+from hf_fsdp_recipes.weights.files import DTYPE_NAMES
+from hf_fsdp_recipes.weights.values import is_finite
 
 PathLike = str | os.PathLike[str]
 Tensors = dict[str, Tensor]
 OptionalDtype = torch.dtype | None  # None: each tensor keeps its own
-
-# {dtype: its name in safetensors files}
-DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
-DTYPE_NAMES[torch.complex64] = "C64"
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

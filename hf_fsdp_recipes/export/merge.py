@@ -22,8 +22,8 @@ from hf_fsdp_recipes.export.steps import (
     plan_in_file_format,
 )
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
-from hf_fsdp_recipes.loading.load_model import find_directory
 from hf_fsdp_recipes.upstream.transformers_internals import find_tied
+from hf_fsdp_recipes.weights.files import find_model
 
 PREFIX = "base_model.model."  # PEFT's name for the transformers model inside a PeftModel
 # With these values of init_lora_weights, PEFT changes the base weights when it adds the adapter.
@@ -69,7 +69,7 @@ def plan_merge_into_files(
             f"init_lora_weights={start} changed the base weights. "
             "Merge in training, with export_model."
         )
-    checkpoint = Checkpoint(find_directory(str(base), {}))
+    checkpoint = Checkpoint(find_model(str(base), {})[1])
     files = from_files(checkpoint)
     stored = checkpoint.match(shell.base)
     sources = {**adapter, **files}

@@ -9,7 +9,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -19,9 +18,9 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError, describe, explained
 from hf_fsdp_recipes.export.files import OptionalDtype
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
-from hf_fsdp_recipes.loading.fill import FSDP_PLACEMENTS
 from hf_fsdp_recipes.saving.resume import check_pickles
-from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS, TensorStorageMetadata
+from hf_fsdp_recipes.upstream.torch_internals import TensorStorageMetadata, checkpoint_name
+from hf_fsdp_recipes.weights.rows import gather
 
 
 @dataclass(frozen=True)
@@ -63,48 +62,9 @@ def from_model(model: Module, dtype: OptionalDtype = None) -> Sources:
     for name, value in state.items():
         if isinstance(value, Tensor):  # bitsandbytes also stores strings
             meta = on_meta(value, dtype)
-            sources[WRAPPERS.sub("", name)] = Source(meta, partial(_gather, value, meta.dtype))
+            source = Source(meta, partial(gather, value, meta.dtype))
+            sources[checkpoint_name(model, name)] = source
     return sources
-
-
-def _gather(
-    value: Tensor,
-    dtype: torch.dtype,
-    writer: int,
-) -> Tensor | None:
-    """Return the full tensor on rank `writer`. Other ranks may get None.
-
-    Collective if `value` is a DTensor.
-    """
-    value = value.to(dtype)
-    if not isinstance(value, DTensor):
-        return value
-    mesh = value.device_mesh
-    device_type = mesh.device_type
-    if value.placements not in FSDP_PLACEMENTS:
-        # The shards may be offloaded to the CPU.
-        return value.to(device_type).full_tensor()  # type: ignore[attr-defined]  # still a DTensor
-    if not distributed.can_send(device_type):
-        device_type = "cpu"
-    ranks = dist.get_process_group_ranks(mesh.get_group(-1))  # with HSDP, those of this replica
-    if writer not in ranks:
-        return None
-    rows = value.to_local().to(device_type).contiguous()  # dim 0
-    full = None
-    requests = []
-    if dist.get_rank() == writer:
-        full = rows.new_empty(value.shape)
-        # The last ranks may have no part.
-        for rank, part in zip(ranks, full.chunk(len(ranks)), strict=False):
-            if rank == writer:
-                part.copy_(rows)
-            else:
-                requests.append(dist.P2POp(dist.irecv, part, rank))
-    elif rows.numel():
-        requests.append(dist.P2POp(dist.isend, rows, writer))
-    for request in dist.batch_isend_irecv(requests) if requests else []:
-        request.wait()
-    return full
 
 
 def _read_tensor(
@@ -143,7 +103,8 @@ def from_checkpoint(directory: Path) -> Sources:
         # A top-level key such as `model.ema` may stand beside `model`.
         is_weight = not has_top or paths[key][0] == "model"
         if is_weight and isinstance(entry, TensorStorageMetadata):
-            name = WRAPPERS.sub("", key.removeprefix("model.") if has_top else key)
+            # Others save compiled models without torch's own function for names.
+            name = (key.removeprefix("model.") if has_top else key).replace("_orig_mod.", "")
             meta = torch.empty(
                 entry.size,
                 dtype=entry.properties.dtype,

@@ -18,10 +18,10 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.placeholder import is_placeholder, shared_nan
+from hf_fsdp_recipes.loading.placeholder import NAMES, is_placeholder, shared_nan
 from hf_fsdp_recipes.upstream.accelerate_internals import PRECISIONS, is_initialized
-from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS
 from hf_fsdp_recipes.upstream.transformers_internals import AutoHfQuantizer, local_torch_dtype
+from hf_fsdp_recipes.weights.values import is_finite
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
@@ -119,7 +119,7 @@ class Layer:
         # transformers sets `source_cls`.
         if issubclass(self.module.source_cls, Conv1D):  # type: ignore[arg-type]
             weight = weight.T.contiguous()
-        if not torch.stack(torch.aminmax(weight)).isfinite().all():  # without temporary tensors
+        if not is_finite(weight):
             raise LoadError(
                 "it contains NaN or infinity, which cannot be quantized. Load an intact checkpoint."
             )
@@ -140,7 +140,7 @@ Layers = dict[str, Layer]  # {name of the weight: layer}
 
 
 def find_layers(model: PreTrainedModel, dtype: torch.dtype) -> Layers:
-    """Return the 4-bit layers whose weights are not loaded, by the names that they have now.
+    """Return the 4-bit layers whose weights are not loaded, by their names in the loaded model.
 
     `dtype` is that of the weights before they are quantized.
     """
@@ -150,9 +150,14 @@ def find_layers(model: PreTrainedModel, dtype: torch.dtype) -> Layers:
 
     layers = {}
     for path, module in model.named_modules():
-        if isinstance(module, Linear4bit) and is_placeholder(module.weight):
-            name = WRAPPERS.sub("", path).removesuffix(".base_layer")
-            layers[f"{name}.weight"] = Layer(module, dtype, quantization_options(module.weight))
+        if isinstance(module, Linear4bit):
+            if not is_placeholder(module.weight):
+                raise LoadError(
+                    f"{path} is a copy of a 4-bit layer that is not loaded yet. Copy layers "
+                    "without FSDP, save the model, and train the saved model."
+                )
+            name = getattr(module.weight, NAMES)[0]
+            layers[name] = Layer(module, dtype, quantization_options(module.weight))
     return layers
 
 

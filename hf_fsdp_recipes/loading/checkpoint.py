@@ -5,7 +5,7 @@ Reads the weights with transformers' own conversions.
 
 import logging
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
-from hf_fsdp_recipes.errors import LoadError, explained
+from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.upstream.transformers_internals import (
     WeightConverter,
     WeightRenaming,
@@ -26,16 +26,12 @@ from hf_fsdp_recipes.upstream.transformers_internals import (
     get_model_conversion_mapping,
     new_value,
     rename_source_key,
+    str_to_torch_dtype,
 )
+from hf_fsdp_recipes.weights.files import open_files
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 Weights = dict[str, Tensor]  # {name of a weight in the model: value}
 
 # {name of a tensor that belongs to one weight: converter pattern that it matches, or None}
@@ -71,51 +67,53 @@ class Entry:
 
 @dataclass(eq=False)
 class Checkpoint:
-    """The safetensors files of one directory. They are opened on first use."""
+    """The weight files of one model. They are opened on first use."""
 
-    directory: Path
+    files: list[Path]
     quantizer: HfQuantizer | None = None
-    new_values: Weights = field(default_factory=dict)  # a new head's values, on rank 0 only
+    key_mapping: dict[str, str] | None = None  # as in `from_pretrained`
 
     def __deepcopy__(self, memo: object) -> "Checkpoint":
         """Return this object itself, so that copies of the model share the open files."""
         return self
 
+    def __str__(self) -> str:
+        return str(self.files[0].parent)
+
     @cached_property
     def file_of(self) -> dict[str, safe_open]:
         """{tensor name: open file}, in the order in which the tensors are stored."""
-        paths = sorted(self.directory.glob("*.safetensors"))
-        if not paths:
-            raise LoadError(
-                f"{self.directory} has no *.safetensors files. Convert the checkpoint to "
-                f"safetensors."
-            )
-        file_of = {}
-        for path in paths:
-            # The error itself does not name the file.
-            with explained(LoadError, f"{path} cannot be read (download or save it again)"):
-                file = safe_open(path, "pt")
-            file_of.update(dict.fromkeys(file.offset_keys(), file))
-        return file_of
+        return open_files(self.files)
 
     def first_dtype(self) -> torch.dtype:
         """Return the dtype of the first floating-point tensor, or float32 if there is none."""
-        dtypes = (DTYPES.get(self.slice_of(key).get_dtype()) for key in self.file_of)
-        return next(filter(None, dtypes), torch.float32)
+        return next(filter(None, map(self.dtype_of, self.file_of)), torch.float32)
+
+    def dtype_of(self, key: str) -> torch.dtype | None:
+        """Return the dtype of a tensor in which a model can be built, or None."""
+        dtype = str_to_torch_dtype.get(self.slice_of(key).get_dtype())
+        if dtype and dtype.is_floating_point and dtype.itemsize > 1:
+            return dtype
+        return None
 
     def slice_of(self, key: str) -> Any:
         """Return a lazy tensor: its data is read from the file only when it is indexed."""
         return self.file_of[key].get_slice(key)
 
-    def plan(self, model: PreTrainedModel) -> tuple[list[Entry], list[WeightTransform] | None]:
-        """Return the entries to read for a model, in file order, and the conversions they need.
+    def plan(
+        self, model: PreTrainedModel
+    ) -> tuple[list[Entry], Weights, list[WeightTransform] | None]:
+        """Plan the loading of a model on meta. Rank 0 only.
 
-        `save_pretrained` must revert these conversions. As in `from_pretrained`, the weights of a
+        Return the entries of its parameters, in file order, the values of its buffers, and the
+        conversions that `save_pretrained` must revert. As in `from_pretrained`, the weights of a
         head are new if the checkpoint was saved from a model class without this head.
 
         Raises:
             LoadError: a weight is missing or has the wrong shape.
         """
+        # transformers converts for this copy, which nothing wraps, quantizes or casts.
+        self._twin = deepcopy(model)
         weights = model.state_dict()
         entries = self._match_tensors(model, weights)
         position = {key: number for number, key in enumerate(self.file_of)}
@@ -123,7 +121,8 @@ class Checkpoint:
         present = self._find_present(model, entries)
         missing = [name for name in weights if name not in present]
         new = []
-        if type(model).__name__ not in (model.config.architectures or ()):
+        has_head = model.base_model is not model
+        if has_head and type(model).__name__ not in (model.config.architectures or ()):
             new = [name for name in missing if not name.startswith(f"{model.base_model_prefix}.")]
         problems = [f"{name} is missing" for name in missing if name not in new]
         for entry in entries:
@@ -133,19 +132,23 @@ class Checkpoint:
                 if stored != expected:
                     problems.append(f"{entry.key} is {stored}, not {expected}")
         if problems:
-            raise LoadError(
-                f"{self.directory} does not fit {type(model).__name__}: {some(problems)}."
-            )
+            raise LoadError(f"{self} does not fit {type(model).__name__}: {some(problems)}.")
         if new:
-            logger.warning(
-                "%s has no %s, so the values are new: train them", self.directory, some(new)
-            )
-        for name in new:
-            self.new_values[name] = new_value(model, name)
-            entries.append(Entry("new", (name,), {}))
+            logger.warning("%s has no %s, so the values are new: train them", self, some(new))
+        self._new_values = {name: new_value(model, name) for name in new}
+        entries += [Entry("new", (name,), {}) for name in new]
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        buffers: Weights = {}
+        of_parameters = []
+        for entry in entries:
+            if entry.name in parameters:
+                of_parameters.append(entry)
+            else:
+                buffers |= self.read(entry)
         if self.quantizer:
-            return entries, None  # otherwise save_pretrained would quantize again
-        return entries, [transform for transform in self._transforms if transform.was_used()]
+            return of_parameters, buffers, None  # otherwise save_pretrained would quantize again
+        used = [transform for transform in self._transforms if transform.was_used()]
+        return of_parameters, buffers, used
 
     def match(self, model: PreTrainedModel) -> dict[str, str]:
         """Map the model's weight names to the checkpoint's tensor names.
@@ -161,7 +164,7 @@ class Checkpoint:
     def _match_tensors(self, model: PreTrainedModel, weights: Weights) -> list[Entry]:
         """Return the entries for the weights that the checkpoint has."""
         # `read` uses the converters of the model that was matched last, by their patterns.
-        self._transforms = get_model_conversion_mapping(model, None, self.quantizer)
+        self._transforms = get_model_conversion_mapping(model, self.key_mapping, self.quantizer)
         renamings = [one for one in self._transforms if isinstance(one, WeightRenaming)]
         converters = [one for one in self._transforms if isinstance(one, WeightConverter)]
         self._converters: dict[str | None, WeightConverter] = {
@@ -183,7 +186,7 @@ class Checkpoint:
         if unexpected:
             logger.warning(
                 "%s has tensors that %s does not use: %s",
-                self.directory,
+                self,
                 type(model).__name__,
                 some(unexpected),
             )
@@ -193,8 +196,8 @@ class Checkpoint:
         """Return the entry that reads a weight, and the weights that are converted with it."""
         pattern = next(iter(tensors.values()))
         if pattern is None:
-            key = list(tensors)[-1]
-            return Entry("stored", (name,), {key: None}, DTYPES.get(self.slice_of(key).get_dtype()))
+            key = next(iter(tensors))
+            return Entry("stored", (name,), {key: None}, self.dtype_of(key))
         targets = self._converters[pattern].target_patterns
         names = tuple(name.replace(targets[0], target) for target in targets)
         return Entry("converted", names, tensors)
@@ -217,13 +220,13 @@ class Checkpoint:
                 )
         return present
 
-    def read(self, entry: Entry, model: PreTrainedModel) -> Weights:
-        """Return an entry's weights as {name: tensor}.
+    def read(self, entry: Entry) -> Weights:
+        """Return an entry's weights as {name: tensor}. Rank 0 only, after `plan`.
 
         Weights that need no conversion are memory-mapped.
         """
         if entry.kind == "new":
-            return {entry.name: self.new_values[entry.name]}
+            return {entry.name: self._new_values[entry.name]}
         if entry.kind == "stored":
             return {entry.name: self.slice_of(entry.key)[...]}
         converter = deepcopy(self._converters[entry.tensors[entry.key]])
@@ -233,8 +236,8 @@ class Checkpoint:
             converter.add_tensor(entry.name, key, pattern, read)  # type: ignore[arg-type]
         values = converter.convert(
             entry.name,
-            model=model,
-            config=model.config,
+            model=self._twin,
+            config=self._twin.config,
             hf_quantizer=self.quantizer,
         )
         return {

@@ -1,48 +1,39 @@
 """Fills a sharded model with the rows (dim 0) that rank 0 sends or that each rank reads itself."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.utils import swap_tensors
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError, describe
 from hf_fsdp_recipes.loading.bnb_4bit import Layers
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry, Weights
-from hf_fsdp_recipes.training.sharded_optimizer import local_part
-from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS_AND_ADAPTERS
+from hf_fsdp_recipes.weights.rows import FSDP_PLACEMENTS, divide, local_part, start_to_scatter
 
 NUM_READERS = 4  # rank 0's reading threads; a disk is faster if it gets several requests at once
 READ_AHEAD_BYTES = 1024**3  # maximum of what rank 0 reads ahead; a larger weight is still read
 NUM_IN_FLIGHT = 2  # maximum number of weights that are sent at the same time
 PAGE_BYTES = 4096
-FSDP_PLACEMENTS = ((Shard(0),), (Replicate(), Shard(0)))  # full and hybrid sharding
 
 Tensors = dict[str, list[Tensor]]
 
 
-def name_in_base_model(name: str) -> str:
-    """Return a tensor's name without what PEFT, activation checkpointing and torch.compile add."""
-    return WRAPPERS_AND_ADAPTERS.sub("", name).removeprefix("base_model.model.")
-
-
-def allocate(model: Module, device: torch.device) -> Tensors:
+def allocate(model: Module, names: dict[str, list[str]], device: torch.device) -> Tensors:
     """Allocate memory for a model's meta parameters.
 
-    Return them and the buffers by their names in the base model. A name has several tensors if PEFT
-    has copied the weight (`modules_to_save`). A tied weight has several names. Raise a LoadError if
-    a parameter is sharded, but not by FSDP2 over all ranks.
+    Return them by their names in the loaded model. A name has several parameters if the weight has
+    been copied, for example by PEFT. `names` is {name in `model`: names in the loaded model}. Raise
+    a LoadError if a parameter is sharded, but not by FSDP2 over all ranks.
     """
-    targets = {name_in_base_model(name): [buffer] for name, buffer in model.named_buffers()}
+    targets: Tensors = {}
     allocated = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta:
@@ -58,59 +49,15 @@ def allocate(model: Module, device: torch.device) -> Tensors:
             swap_tensors(parameter, real)
             allocated.add(parameter)
         if parameter in allocated:
-            targets.setdefault(name_in_base_model(name), []).append(parameter)
-    return targets
-
-
-def start_transfer(
-    full: Tensor | None,
-    target: Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Callable[[], object]:
-    """Start to copy one weight from rank 0 into the shards of the first replica. Collective.
-
-    `full` is the weight on rank 0 and None on the other ranks. `dtype` and `device` are its own. If
-    it is None on rank 0 too, uninitialized memory is sent. Returns a function that waits until this
-    rank's shard is filled and its sends are complete.
-    """
-    shard = local_part(target)
-    if full is None and (distributed.is_main() or not isinstance(target, DTensor)):
-        full = torch.empty(target.shape, dtype=dtype, device=device)
-    if not isinstance(target, DTensor):  # all ranks get all rows
-        dist.broadcast(full, 0)  # type: ignore[arg-type]  # never None here
-        return partial(shard.copy_, full)
-    mesh = target.device_mesh
-    ranks = mesh.mesh.flatten()[: mesh.shape[-1]].tolist()  # the first replica, rank 0 first
-    operations = []
-    # A rank without rows, or of another replica, which gets its rows at the end, does nothing.
-    rows = shard
-    if full is not None:
-        rows, *others = full.chunk(len(ranks))  # divided as by `fully_shard`
-        operations = [
-            dist.P2POp(dist.isend, part, rank)
-            for rank, part in zip(ranks[1:], others, strict=False)  # the last ones may have no rows
-            if len(part)
-        ]
-    elif dist.get_rank() in ranks and len(shard):
-        if shard.dtype != dtype or shard.device != device:
-            rows = torch.empty(shard.shape, dtype=dtype, device=device)
-        operations = [dist.P2POp(dist.irecv, rows, 0)]
-    works = dist.batch_isend_irecv(operations) if operations else []
-
-    def finish() -> None:  # on rank 0, it keeps the weight alive while that is sent
-        for work in works:
-            work.wait()
-        shard.copy_(rows)  # does nothing if they were received in place
-
-    return finish
+            for loaded in names.get(name, [name]):
+                targets.setdefault(loaded, []).append(parameter)
+    return {name: list(dict.fromkeys(parameters)) for name, parameters in targets.items()}
 
 
 @dataclass
 class Reader:
     """Reads weights on rank 0. After an error, it returns none."""
 
-    model: PreTrainedModel
     checkpoint: Checkpoint
     layers: Layers
     targets: Tensors
@@ -132,7 +79,7 @@ class Reader:
         """Return an entry's weights on the device as {name: tensor}, or nothing after an error."""
         try:
             if not self.error:
-                values = self.checkpoint.read(entry, self.model)
+                values = self.checkpoint.read(entry)
                 return {
                     name: self._prepare(entry, name, values[name]) for name in self.names_of(entry)
                 }
@@ -197,7 +144,7 @@ def fill_from_rank0(reader: Reader, entries: Sequence[Entry]) -> None:
         for name in reader.names_of(entry):
             dtype = reader.dtype_of(entry, name)
             for target in reader.targets[name]:
-                in_flight.append(start_transfer(values.get(name), target, dtype, device))
+                in_flight.append(start_to_scatter(values.get(name), target, dtype, device))
                 if len(in_flight) > NUM_IN_FLIGHT:
                     in_flight.pop(0)()
     for finish in in_flight:
@@ -221,11 +168,11 @@ def fill_directly(
             for target in targets.get(entry.name, ()):
                 shard = local_part(target)
                 rows = checkpoint.slice_of(entry.key)[...]  # mapped: only what is copied is read
-                if shard.numel():  # the last ranks may have no rows
-                    if isinstance(target, DTensor):
-                        mesh = target.device_mesh
-                        rows = rows.chunk(mesh.shape[-1])[mesh.get_local_rank(mesh.ndim - 1)]
-                    shard.copy_(rows)
+                if isinstance(target, DTensor):
+                    mesh = target.device_mesh
+                    own_rank = mesh.get_local_rank(mesh.ndim - 1)
+                    rows = divide(rows, range(mesh.shape[-1])).get(own_rank, shard)
+                shard.copy_(rows)
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ import torch
 import transformers
 from accelerate import PartialState, init_empty_weights
 from accelerate.utils import parse_flag_from_env
-from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -36,16 +35,10 @@ from hf_fsdp_recipes.upstream.transformers_internals import (
     plan_dtypes,
     set_conversions,
 )
+from hf_fsdp_recipes.weights.files import find_model
 
-HUB_PATTERNS = [
-    "*.safetensors",
-    "*.json",
-    "*.txt",
-    "*.model",
-    "*.jinja",
-    "*.py",
-]
-HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
+# Arguments of `from_pretrained` that change nothing here.
+WITHOUT_EFFECT = ("low_cpu_mem_usage", "weights_only")
 FOR_BUILDING = ("attn_implementation", "experts_implementation", "trust_remote_code")
 
 Arguments = dict[str, Any]  # keyword arguments of `from_pretrained`
@@ -99,24 +92,32 @@ def prepare_model(
     kwargs: Arguments,
 ) -> PreTrainedModel:
     """Return a model of placeholders, with a loader of its weights. Collective."""
-    dtype = kwargs.pop("dtype", "auto")
+    kwargs = {name: kwargs[name] for name in kwargs if kwargs[name] is not None}
+    dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", "auto"))
     quantization_config = kwargs.pop("quantization_config", None)
+    key_mapping = kwargs.pop("key_mapping", None)
+    for name in WITHOUT_EFFECT:
+        kwargs.pop(name, None)
     if kwargs.get("trust_remote_code"):
         # The classes in a model's own code cannot be sent.
         with distributed.agreed():
             found = describe_model(name_or_path, kwargs)
     else:
         found = distributed.run_on_main(lambda: describe_model(name_or_path, kwargs))
-    directory, config, building_arguments, generation_config = found
-    checkpoint = Checkpoint(directory, take_quantizer(config))
-    if dtype in (None, "auto"):
+    files, config, building_arguments, generation_config = found
+    checkpoint = Checkpoint(files, take_quantizer(config), key_mapping)
+    if dtype == "auto":
         dtype = config.dtype or distributed.run_on_main(checkpoint.first_dtype)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     model = build_on_meta(config, dtype, auto_class, building_arguments)
+    model.name_or_path = name_or_path
+    model.config.name_or_path = name_or_path
     if generation_config:
         model.generation_config = generation_config
-    entries, conversions = distributed.run_on_main(lambda: checkpoint.plan(model))
+    entries, buffers, conversions = distributed.run_on_main(lambda: checkpoint.plan(model))
+    for name, value in buffers.items():
+        model.get_buffer(name).copy_(value)
     set_conversions(model, conversions)
     if quantization_config:
         pack_weights(model, quantization_config, dtype)
@@ -136,13 +137,18 @@ def check_fsdp_version() -> None:
 
 def describe_model(
     name_or_path: str, kwargs: Arguments
-) -> tuple[Path, PreTrainedConfig, Arguments, GenerationConfig | None]:
+) -> tuple[list[Path], PreTrainedConfig, Arguments, GenerationConfig | None]:
     """Return what the files of a model say about it, except for its weights.
 
-    That is its local directory and config, the arguments that are needed to build it, and its
+    That is its weight files and config, the arguments that are needed to build it, and its
     generation config.
     """
-    directory = find_directory(name_or_path, kwargs)
+    directory, files = find_model(name_or_path, kwargs)
+    if (directory / "adapter_config.json").is_file():
+        raise LoadError(
+            f"{name_or_path} holds an adapter, which load_model does not add. Load the base model "
+            "from a directory of its own, and add the adapter with PeftModel.from_pretrained."
+        )
     generation_config = None
     if (directory / "generation_config.json").is_file():
         generation_config = GenerationConfig.from_pretrained(directory)
@@ -152,24 +158,8 @@ def describe_model(
             config or directory, return_unused_kwargs=True, **kwargs
         )
         kwargs = {name: kwargs[name] for name in kwargs if name in unused or name in FOR_BUILDING}
-    config.name_or_path = name_or_path
-    return directory, config, kwargs, generation_config
-
-
-def find_directory(name_or_path: str, kwargs: Arguments) -> Path:
-    """Return a model's local directory. If `name_or_path` is a Hub id, download the model first.
-
-    The arguments that say where the files are are removed from `kwargs`.
-    """
-    hub_arguments = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
-    directory = Path(name_or_path)
-    if not directory.is_dir():
-        problem = f"{name_or_path} is no directory and cannot be downloaded from the Hub"
-        with explained(LoadError, problem):
-            directory = Path(
-                snapshot_download(name_or_path, allow_patterns=HUB_PATTERNS, **hub_arguments)
-            )
-    return directory / kwargs.pop("subfolder", "")
+    config.name_or_path = str(directory)  # where the model's own code is
+    return files, config, kwargs, generation_config
 
 
 def take_quantizer(config: PreTrainedConfig) -> HfQuantizer | None:

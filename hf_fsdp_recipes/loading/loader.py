@@ -3,7 +3,7 @@
 Until then, using the model raises an error.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from hf_fsdp_recipes.errors import LoadError
@@ -26,15 +26,16 @@ from hf_fsdp_recipes.loading.fill import (
     fill_from_rank0,
 )
 from hf_fsdp_recipes.loading.placeholder import (
+    NAMES,
     NOT_LOADED,
     OFFLINE,
     Placeholder,
     is_placeholder,
     move_to_meta,
+    names_by_parameter,
 )
 from hf_fsdp_recipes.training.units import train_like_one_process
 from hf_fsdp_recipes.upstream.patches import LOADER
-from hf_fsdp_recipes.upstream.transformers_internals import find_tied
 
 
 @dataclass(eq=False)
@@ -66,10 +67,17 @@ class Loader:
         if device.type == "cpu":
             # torch takes Accelerate's cpu:0 for another device, so each `to` would copy
             device = torch.device("cpu")
-        layers = find_layers(self.model, self.dtype)
-        check_storage(layers, plugin.mixed_precision_policy)
         broadcast_adapters(model, device)
         untie_frozen(model)
+        names_before = names_by_parameter(model)
+        loaded_names = {
+            name: getattr(parameter, NAMES)
+            for parameter, names in names_before.items()
+            for name in names
+            if is_placeholder(parameter)
+        }
+        layers = find_layers(self.model, self.dtype)
+        check_storage(layers, plugin.mixed_precision_policy)
         move_to_meta(model)
         if accelerator.mixed_precision != "no" and not layers:
             # Accelerate's own conversion has no effect in version 1.13.
@@ -79,8 +87,9 @@ class Loader:
         with mock.patch.object(plugin, "cpu_ram_efficient_loading", False):
             model = shard(accelerator, model)
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        targets = allocate(model, torch.device("cpu") if is_offloaded else device)
-        self._join_tied(targets)
+        check_tied(model, names_before.values())
+        targets = allocate(model, loaded_names, torch.device("cpu") if is_offloaded else device)
+        self._check(targets)
         read_directly = []
         sent_by_rank0 = []
         for entry in self.entries:
@@ -89,7 +98,7 @@ class Loader:
             else:
                 sent_by_rank0.append(entry)
         fill_directly(self.checkpoint, read_directly, targets)
-        fill_from_rank0(Reader(self.model, self.checkpoint, layers, targets, device), sent_by_rank0)
+        fill_from_rank0(Reader(self.checkpoint, layers, targets, device), sent_by_rank0)
         copy_to_replicas(targets)
         delattr(self.model, LOADER)
         del self.model.save_pretrained
@@ -97,34 +106,31 @@ class Loader:
         train_like_one_process(model)
         return model
 
-    def _join_tied(self, targets: Tensors) -> None:
-        """Let two tied weights that Accelerate has separated get the same values.
-
-        A weight that is trained must stay tied, and no weight may change its shape: otherwise,
-        raise a LoadError. PEFT's copies of a frozen weight are not tied.
-        """
-        for tied, saved in find_tied(self.model).items():
-            parts = targets.get(tied, [])
-            if saved in targets and not all(part.requires_grad for part in parts):
-                originals = targets[saved]
-                originals[:] = dict.fromkeys(originals + parts)
-                targets[tied] = originals
-        filled = {
-            target
-            for entry in self.entries
-            for name in entry.names
-            for target in targets.get(name, ())
-        }
+    def _check(self, targets: Tensors) -> None:
+        """Raise a LoadError if a weight has changed its shape, or has no values."""
+        read = {name for entry in self.entries for name in entry.names}
+        filled = {target for name in read for target in targets.get(name, ())}
         for name, tensors in targets.items():
-            shape = tensors[0].shape
-            if self.shapes.get(name, shape) != shape:
+            if self.shapes.get(name, tensors[0].shape) != tensors[0].shape:
                 raise LoadError(f"{name} changed its shape before it was loaded. {OFFLINE}.")
-            if isinstance(tensors[0], Parameter) and filled.isdisjoint(tensors):
-                raise LoadError(
-                    f"{name} is tied to another weight, but Accelerate separates them under FSDP2, "
-                    f"so both would train. Accelerate before 1.15 does so in every model. Use LoRA "
-                    f"without this weight in modules_to_save, or train without FSDP."
-                )
+            if filled.isdisjoint(tensors):
+                raise LoadError(f"{self.checkpoint} has no {name}, so it would have no values.")
+
+
+def check_tied(model: Module, tied: Iterable[list[str]]) -> None:
+    """Raise a LoadError if weights that are trained were tied, but are not any more.
+
+    `tied` has the names that each weight had before the model was sharded.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for names in tied:
+        separated = {parameters[name] for name in names}
+        if len(separated) > 1 and parameters[names[0]].requires_grad:
+            raise LoadError(
+                f"{' and '.join(names)} are tied, but Accelerate separates them under FSDP2, so "
+                f"both would train. Accelerate before 1.15 does so in every model. Use LoRA "
+                f"without this weight in modules_to_save, or train without FSDP."
+            )
 
 
 def untie_frozen(model: Module) -> None:
@@ -157,15 +163,17 @@ def _refuse(*args: object, **kwargs: object) -> None:
 def broadcast_adapters(model: Module, device: torch.device) -> None:
     """Broadcast rank 0's values of all parameters that are not placeholders. Collective.
 
-    These are parameters such as those of adapters.
+    These are parameters such as those of adapters. Raise a LoadError if any value, also of a
+    buffer, was computed from a placeholder.
     """
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if not is_placeholder(parameter):
             value = parameter.detach().to(device)
             dist.broadcast(value, 0)
-            if not value.isfinite().all():
-                raise LoadError(
-                    f"{name} was computed from a weight that is not loaded yet, for example by "
-                    f"OLoRA, DoRA or resize_token_embeddings. {OFFLINE}."
-                )
             parameter.data.copy_(value)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not is_placeholder(tensor) and tensor.isnan().any():
+            raise LoadError(
+                f"{name} was computed from a weight that is not loaded yet, for example by "
+                f"OLoRA, DoRA or resize_token_embeddings. {OFFLINE}."
+            )

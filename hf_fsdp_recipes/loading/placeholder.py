@@ -7,6 +7,7 @@ error. A result computed from a placeholder is NaN, never a plausible number.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ READ_TOO_EARLY = (
     "or by DoRA. Use plain LoRA. Or: change the model without FSDP, save it, and train the saved "
     "model."
 )
+NAMES = "_hf_fsdp_names"  # the attribute with a weight's names in the model that was loaded
 CASTS = (
     Tensor.float,
     Tensor.double,
@@ -38,12 +40,14 @@ CASTS = (
 class Placeholder(Parameter):
     """A parameter that takes no memory.
 
-    Its copies, such as PEFT's `modules_to_save`, are placeholders too.
+    Its copies, such as PEFT's `modules_to_save`, are placeholders too, and have the same names.
     """
 
     def __new__(cls, like: Tensor) -> "Placeholder":
         """Return a placeholder for a tensor on any device."""
-        return make_parameter(cls, shared_nan(like.shape, like.dtype), like.requires_grad)
+        placeholder = make_parameter(cls, shared_nan(like.shape, like.dtype), like.requires_grad)
+        placeholder.__dict__.update(like.__dict__)
+        return placeholder
 
     def __deepcopy__(self, memo: dict) -> "Placeholder":
         """Return another placeholder. Torch's default copy would allocate the full tensor."""
@@ -65,10 +69,13 @@ class Placeholder(Parameter):
         """
         if function is Tensor.is_contiguous:
             raise LoadError(NOT_LOADED)
-        # `Module.to` passes more after the dtype. It may cast, because it reads no values.
         if function in CASTS or (function is Tensor.to and isinstance(args[-1], torch.dtype)):
             raise LoadError(READ_TOO_EARLY)
-        return run_on_plain_tensors(function, types, args, kwargs or {})
+        if function is not Tensor.to:
+            return run_on_plain_tensors(function, types, args, kwargs or {})
+        # `Module.to` passes more after the dtype. It may cast, because it reads no values.
+        placeholder: Any = args[0]
+        return one_value(placeholder).to(*args[1:], **(kwargs or {})).expand(placeholder.shape)
 
 
 def shared_nan(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -76,34 +83,49 @@ def shared_nan(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.full((), float("nan"), dtype=dtype).expand(shape)
 
 
-def is_placeholder(parameter: Tensor) -> bool:
-    """Return whether a parameter is a placeholder.
+def one_value(placeholder: Tensor) -> Tensor:
+    """Return the value that all elements of a placeholder share, as a tensor without dimensions."""
+    return placeholder.detach().as_strided((), ())
 
-    Its class may also be that of bitsandbytes' packed weights. All elements are one then.
-    """
-    return isinstance(parameter, Placeholder) or (
-        parameter.numel() > 1 and not any(parameter.stride())
-    )
+
+def is_placeholder(parameter: Tensor) -> bool:
+    """Return whether a parameter is a placeholder. Its class may also be one of bitsandbytes."""
+    return hasattr(parameter, NAMES)
 
 
 def insert_placeholders(model: Module) -> None:
-    """Replace a model's meta parameters with placeholders.
+    """Replace a model's meta parameters with placeholders, and give all parameters their names.
 
     As in `from_pretrained`, all of them are trained, even those that the model's class freezes.
     """
-    for parameter in model.parameters():
+    for parameter, names in names_by_parameter(model).items():
+        setattr(parameter, NAMES, names)  # a tied weight has several
         if parameter.is_meta and type(parameter) is Parameter:
             parameter.requires_grad_(parameter.is_floating_point())
             swap_tensors(parameter, Placeholder(parameter))
 
 
+def names_by_parameter(model: Module) -> dict[Parameter, list[str]]:
+    """Return {parameter: its names in a model}, which are several if it is tied."""
+    names: dict[Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
 def move_to_meta(model: Module) -> None:
     """Replace a model's placeholders with meta parameters.
 
-    Attributes and bitsandbytes' class are kept.
+    Attributes and bitsandbytes' class are kept. Raise a LoadError if a placeholder has been
+    changed, because the change would be lost.
     """
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if is_placeholder(parameter):
+            if parameter.numel() and not one_value(parameter).isnan():
+                raise LoadError(
+                    f"{name} was changed before it was loaded, and the change would be lost. "
+                    f"{OFFLINE}."
+                )
             meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             cls = Parameter if isinstance(parameter, Placeholder) else type(parameter)
             new = make_parameter(cls, meta, parameter.requires_grad)

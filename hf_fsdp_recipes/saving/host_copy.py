@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_fsdp_recipes.errors import CheckpointError
 from hf_fsdp_recipes.metrics.memory import available_host_bytes
-from hf_fsdp_recipes.training.sharded_optimizer import local_part
+from hf_fsdp_recipes.weights.rows import local_part
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from transformers import Trainer
 
-from hf_fsdp_recipes.training.sharded_optimizer import local_part, to_sharded
-from hf_fsdp_recipes.upstream.torch_internals import WRAPPERS
+from hf_fsdp_recipes.training.sharded_optimizer import to_sharded
+from hf_fsdp_recipes.upstream.torch_internals import checkpoint_name
 from hf_fsdp_recipes.upstream.transformers_internals import GET_OUTPUT_DIR, PUSH_CHECKPOINT
+from hf_fsdp_recipes.weights.rows import local_part
 
 
 @contextlib.contextmanager
@@ -65,7 +66,7 @@ def add_unused_weights(optimizer: Any, model: Any) -> None:
     Such weights are those of a vision tower that is trained on text. Their state is zero, and takes
     no memory. Without it, torch refuses to resume.
     """
-    parameters = {WRAPPERS.sub("", name): value for name, value in model.named_parameters()}
+    parameters = {checkpoint_name(model, name): value for name, value in model.named_parameters()}
     states = optimizer["state"]
     for group in optimizer["param_groups"]:
         names = group["params"]

@@ -37,7 +37,6 @@ from hf_fsdp_recipes.saving.recorder import is_sharded, redirected
 from hf_fsdp_recipes.saving.resume import find_damage_together
 from hf_fsdp_recipes.saving.saver import Save, Saver, check_finite
 from hf_fsdp_recipes.saving.signals import StepFlags
-from hf_fsdp_recipes.training.sharded_optimizer import local_part
 from hf_fsdp_recipes.training.units import train_like_one_process, units_of
 from hf_fsdp_recipes.upstream.transformers_internals import (
     DETERMINE_BEST,
@@ -49,6 +48,7 @@ from hf_fsdp_recipes.upstream.transformers_internals import (
     SAVE_CHECKPOINT,
     SAVE_RANDOM_STATE,
 )
+from hf_fsdp_recipes.weights.rows import local_part
 
 logger = logging.getLogger(__name__)
 

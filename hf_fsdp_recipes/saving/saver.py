@@ -25,8 +25,9 @@ from hf_fsdp_recipes.errors import CheckpointError, WeightsError, describe
 from hf_fsdp_recipes.saving import hashing
 from hf_fsdp_recipes.saving.directory import MANIFEST, OutputDirectory, sync
 from hf_fsdp_recipes.saving.host_copy import HostCopy
-from hf_fsdp_recipes.training.sharded_optimizer import local_part
 from hf_fsdp_recipes.upstream.torch_internals import make_save_planner, make_writer
+from hf_fsdp_recipes.weights.rows import local_part
+from hf_fsdp_recipes.weights.values import is_finite
 
 logger = logging.getLogger(__name__)
 
@@ -195,14 +196,3 @@ def check_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
                 f"{name} contains NaN or infinity. "
                 "Resume from an earlier checkpoint with other settings."
             )
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor has neither NaN nor infinity.
-
-    Float8 tensors are not checked and count as finite.
-    """
-    if not tensor.numel() or not tensor.is_floating_point() or tensor.itemsize == 1:
-        return True
-    extremes = torch.stack(torch.aminmax(tensor))  # which are NaN if any element is
-    return bool(extremes.isfinite().all())

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_recipes.upstream.patches import is_fsdp_requested
 from hf_fsdp_recipes.upstream.torch_internals import set_local_tensor
+from hf_fsdp_recipes.weights.rows import local_part
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -113,11 +114,6 @@ class _LocalStep:
 
 
 @torch.no_grad()  # which makes `to_local` fast
-def local_part(value: Any) -> Any:
-    """Return this rank's rows of a DTensor, or any other value itself, without a copy."""
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def to_sharded(values: Tensor, p: Tensor) -> Tensor:
     """Return this rank's rows of a state as a DTensor if the parameter is one, sharded like it."""
     sharded = torch.empty_like(p, dtype=values.dtype)

@@ -1,8 +1,8 @@
 """Names of torch that are private or not in its documentation, and why each is needed."""
 
 import pickle
-import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,  # what a `.metadata` file holds
     TensorStorageMetadata,  # marks tensors in it
 )
+from torch.distributed.checkpoint.state_dict import _get_fqns  # names without wrappers
 from torch.distributed.launcher.api import ChildFailedError, SignalException  # how a launch fails
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef  # tells views from other tensors
@@ -39,19 +40,21 @@ PICKLED_IN_METADATA = {
     "pathlib._local": {"PosixPath"},  # Python 3.13
 }
 
-# What torch.compile, activation checkpointing and FSDP1 add to the names of tensors.
-WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-# What torch and PEFT add to the names of a model that FSDP2 shards.
-WRAPPERS_AND_ADAPTERS = re.compile(
-    r"(_checkpoint_wrapped_module|_orig_mod|base_layer)\.|"
-    r"\.(modules_to_save\.[^.]+|original_module)(?=\.)"
-)
-
 # Makes a parameter of a class without calling the class, which may take other arguments.
 make_parameter = torch.Tensor._make_subclass
 
 # Runs an operation on tensors of a subclass as if they were plain tensors.
 run_on_plain_tensors = torch._C._disabled_torch_function_impl
+
+
+def checkpoint_name(model: torch.nn.Module, name: str) -> str:
+    """Return the name in checkpoints of a tensor in a model's state dict, without wrappers.
+
+    torch.compile and activation checkpointing wrap modules, which adds to the names.
+    """
+    with suppress(AttributeError):  # bitsandbytes stores values that are no tensors of the model
+        [name] = _get_fqns(model, name)
+    return name
 
 
 def set_local_tensor(sharded: DTensor, local: torch.Tensor) -> None:

@@ -22,6 +22,9 @@ from transformers.initialization import (
     no_init_weights,  # builds a model without random numbers
 )
 from transformers.modeling_utils import (
+    _get_resolved_checkpoint_files as resolve_weights,  # which files `from_pretrained` reads
+)
+from transformers.modeling_utils import (
     local_torch_dtype,  # the dtype in which layers are created
     remove_tied_weights_from_state_dict,  # which name of a tied weight is saved
     str_to_torch_dtype,  # the dtypes of safetensors

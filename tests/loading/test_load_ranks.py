@@ -38,10 +38,10 @@ class EightBit:
 def _train(loader, model, data, output, options):
     import safetensors
 
-    from hf_fsdp_recipes.loading import checkpoint
+    from hf_fsdp_recipes.weights import files
 
     opened = []
-    checkpoint.safe_open = lambda *args: opened.append(args) or safetensors.safe_open(*args)
+    files.safe_open = lambda *args: opened.append(args) or safetensors.safe_open(*args)
     losses, weights = train(str(model), str(data), str(output), loader=loader, steps=3, **options)
     return losses, weights, len(opened)
 
@@ -571,6 +571,8 @@ def _load_and_change(model, kwargs, change):
     elif change:
         model.to(getattr(torch, change))
     model, _ = Accelerator().prepare(model, torch.optim.SGD(model.parameters()))
+    if change == "reverse":
+        model.model.layers = torch.nn.ModuleList(reversed(list(model.model.layers)))
     # A cast of the whole model includes buffers.
     found = {name: value for name, value in digest(model).items() if "inv_freq" not in name}
     for name, module in model.named_modules():

@@ -199,13 +199,11 @@ def test_torch_makes_placeholders():
 
 def test_torch_adds_known_parts_to_names():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
 
     wrapped = torch.compile(torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(2, 2))))
     names = [name for name, _ in wrapped.named_parameters()]
-    for pattern in (torch_internals.WRAPPERS, torch_internals.WRAPPERS_AND_ADAPTERS):
-        assert [pattern.sub("", name) for name in names] == ["0.weight", "0.bias"]
-    assert torch_internals.WRAPPERS.sub("", f"{FSDP_WRAPPED_MODULE}.weight") == "weight"
+    found = [torch_internals.checkpoint_name(wrapped, name) for name in names]
+    assert found == ["0.weight", "0.bias"]
 
 
 def test_metadata_files_name_existing_classes():
