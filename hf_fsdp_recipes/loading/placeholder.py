@@ -2,11 +2,13 @@
 
 A placeholder has the shape and dtype of its weight, but all its elements share one NaN in host
 memory. Unlike meta tensors, placeholders have a device and distinct addresses, so PEFT, TRL,
-Trainer, optimizers and Accelerate handle them like weights. Writing to a placeholder raises an
-error. A result computed from a placeholder is NaN, never a plausible number.
+Trainer, optimizers and Accelerate handle them like weights. A placeholder that is written to
+becomes an ordinary weight, which is not loaded. A result computed from a placeholder is NaN, never
+a plausible number.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +27,13 @@ NOT_LOADED = (
 )
 READ_TOO_EARLY = (
     "a weight is read before it is loaded, for example by init_lora_weights='pissa' or 'olora', "
-    "or by DoRA. Use plain LoRA. Or: change the model without FSDP, save it, and train the saved "
-    "model."
+    "or by DoRA. Use plain LoRA. Or, for DoRA: add the adapter without FSDP, save it, and add the "
+    "saved one with PeftModel.from_pretrained."
 )
 NAMES = "_hf_fsdp_names"  # the attribute with a weight's names in the model that was loaded
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+# Methods that end like those that write to a tensor.
+KEEPS_VALUES = ("requires_grad_", "detach_", "share_memory_")
 CASTS = (
     Tensor.float,
     Tensor.double,
@@ -61,21 +66,38 @@ class Placeholder(Parameter):
         args: tuple = (),
         kwargs: dict | None = None,
     ) -> object:
-        """Refuse casts, and refuse to be sharded by anyone but `Loader`.
+        """Refuse casts, and refuse to be sharded by anyone but `Loader`. Accept new values.
 
         PiSSA, OLoRA and DoRA cast a weight before they read it, but a placeholder has no values to
         read. `fully_shard` first asks whether a parameter is contiguous. `Loader` has turned the
         placeholders into meta parameters by then.
         """
+        named: dict[str, Any] = kwargs or {}
+        own, *others = [*args, *named.values()]
+        run = partial(run_on_plain_tensors, function, types, args, named)
+        if not is_placeholder(own):
+            return run()
         if function is Tensor.is_contiguous:
             raise LoadError(NOT_LOADED)
         if function in CASTS or (function is Tensor.to and isinstance(args[-1], torch.dtype)):
             raise LoadError(READ_TOO_EARLY)
-        if function is not Tensor.to:
-            return run_on_plain_tensors(function, types, args, kwargs or {})
-        # `Module.to` passes more after the dtype. It may cast, because it reads no values.
-        placeholder: Any = args[0]
-        return one_value(placeholder).to(*args[1:], **(kwargs or {})).expand(placeholder.shape)
+        if function is Tensor.to:  # `Module.to` passes more after the dtype
+            return one_value(own).to(*others).expand(own.shape)
+        if function == SET_DATA and one_value(others[0]).isnan():
+            # It was cast, which may have taken memory.
+            value = shared_nan(own.shape, others[0].dtype)
+            return run_on_plain_tensors(function, types, (own, value), {})
+        if function == SET_DATA or is_in_place(function.__name__):
+            delattr(own, NAMES)
+            own.__class__ = Parameter
+            own.data = torch.full_like(own, float("nan"))  # what is not written to stays unknown
+        return run()
+
+
+def is_in_place(name: str) -> bool:
+    """Return whether a function of torch writes to its first argument."""
+    is_method = name.endswith("_") and not name.startswith("__")
+    return name == "__setitem__" or (is_method and name not in KEEPS_VALUES)
 
 
 def shared_nan(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
