@@ -79,6 +79,12 @@ def open_default_group(device: torch.device) -> None:
         dist.broadcast(torch.zeros(1, device=device), 0)
 
 
+def set_timeout(timeout: timedelta | None) -> None:
+    """Set the timeout of the default group, which load_model may have started with another one."""
+    if dist.group.WORLD and timeout:
+        dist.group.WORLD.set_timeout(timeout)
+
+
 def can_send(device_type: str) -> bool:
     """Return whether ranks can send each other tensors. gloo aborts if they are not on the CPU."""
     return device_type == "cpu" or dist.get_backend() != "gloo"

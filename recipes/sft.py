@@ -128,10 +128,11 @@ def build_model(arguments: Arguments) -> "PreTrainedModel":
         config.update_from_string(recipe.config_overrides or "")
         return transformers.AutoModelForCausalLM.from_config(config, **options)
     source = {"revision": model.model_revision}
-    config = distributed.run_on_main(
-        lambda: transformers.AutoConfig.from_pretrained(model.model_name_or_path, **source)
+    # Unlike a config's class, this needs no code of the model.
+    settings, _ = distributed.run_on_main(
+        lambda: transformers.PreTrainedConfig.get_config_dict(model.model_name_or_path, **source)
     )
-    auto_class = find_class(config)
+    auto_class = find_class(settings.get("architectures"))
     quantization = get_quantization_config(model)
     if quantization:
         options["quantization_config"] = quantization

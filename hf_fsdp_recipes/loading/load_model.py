@@ -182,9 +182,9 @@ def take_quantizer(config: PreTrainedConfig) -> HfQuantizer | None:
     return AutoHfQuantizer.from_config(dequantizing, pre_quantized=True)
 
 
-def find_class(config: PreTrainedConfig) -> Any:
+def find_class(architectures: list[str] | None) -> Any:
     """Return the model class that a config names, as TRL does, or else AutoModelForCausalLM."""
-    return getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+    return getattr(transformers, (architectures or [""])[0], AutoModelForCausalLM)
 
 
 def build_on_meta(

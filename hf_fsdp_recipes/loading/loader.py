@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import Module
 from transformers import PreTrainedModel
 
+from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.bnb_4bit import check_storage, find_layers
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
@@ -63,10 +64,16 @@ class Loader:
     ) -> Module:
         """Shard the model and fill the shards. `shard` is Accelerate's own function. Collective."""
         plugin = accelerator.state.fsdp_plugin
+        if plugin.ignored_modules is not None:
+            raise LoadError(
+                "fsdp_ignored_modules is set, but weights from load_model are only loaded into "
+                "modules that are sharded. Remove it, or use from_pretrained."
+            )
         device = accelerator.device
         if device.type == "cpu":
             # torch takes Accelerate's cpu:0 for another device, so each `to` would copy
             device = torch.device("cpu")
+        distributed.set_timeout(getattr(accelerator.init_handler, "timeout", None))
         broadcast_adapters(model, device)
         untie_frozen(model)
         names_before = names_by_parameter(model)
@@ -174,6 +181,7 @@ def broadcast_adapters(model: Module, device: torch.device) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not is_placeholder(tensor) and tensor.isnan().any():
             raise LoadError(
-                f"{name} was computed from a weight that is not loaded yet, for example by "
-                f"OLoRA, DoRA or resize_token_embeddings. {OFFLINE}."
+                f"{name} was computed from a weight that is not loaded yet, for example by DoRA, "
+                f"trainable_token_indices or resize_token_embeddings. Use another adapter, "
+                f"or change the model without FSDP, save it, and train the saved model."
             )

@@ -163,6 +163,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._run_id = distributed.run_on_main(
             lambda: self._claim(directory, trainer.args.auto_find_batch_size, checkpoint)
         )
+        distributed.set_timeout(trainer.args.ddp_timeout_delta)
         self._is_training = True
         self.evaluated = None
         try:

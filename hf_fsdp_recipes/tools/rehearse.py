@@ -123,7 +123,7 @@ def write_recipe(file: Path, directory: Path, fields: Sequence[str] = ()) -> lis
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
     model = directory / "model"
     config = shrink(find_config(name), len(tokenizer))
-    model_class = find_class(config)
+    model_class = find_class(config.architectures)
     getattr(model_class, "from_config", model_class)(config).save_pretrained(model)
     tokenizer.save_pretrained(model)
     rows, _ = read_rows(arguments)

@@ -1,5 +1,7 @@
 """The recipe as a user starts it: what a run leaves behind, and how it resumes after a kill."""
 
+import json
+import shutil
 import time
 
 import pytest
@@ -208,3 +210,36 @@ def test_an_error_in_the_export_is_not_called_an_error_of_the_set_up(
         [*argv, "--output_dir", tmp_path / "run"],
         environment=template_environment(CPU),
     )
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_recipe_trains_a_model_with_its_own_code(tiny_model, chat_file, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model("llama"), model)
+    (model / "own.py").write_text(OWN_CODE)
+    config = json.loads((model / "config.json").read_text())
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    config |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": classes}
+    (model / "config.json").write_text(json.dumps(config))
+    output = tmp_path / "run"
+    values = {
+        "model_name_or_path": model,
+        "dataset_name": chat_file,
+        "output_dir": output,
+        "trust_remote_code": True,
+    }
+    argv = write_recipe(tmp_path / "recipe.yaml", SETTINGS | values)
+    run_ranks(run_recipe, 2, argv, environment=template_environment(CPU))
+    assert {"own.py", "model.safetensors"} <= _names(output / "export")

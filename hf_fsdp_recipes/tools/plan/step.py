@@ -99,7 +99,7 @@ def _build(config: PreTrainedConfig, job: Job) -> Any:
     model: Any = build_on_meta(
         config,
         dtype,
-        find_class(config),
+        find_class(config.architectures),
         # Unless eager attention is chosen, the model has SDPA, if it can.
         {"attn_implementation": "eager" if chosen.attn_implementation == "eager" else None},
     )
