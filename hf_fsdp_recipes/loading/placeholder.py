@@ -26,9 +26,9 @@ NOT_LOADED = (
     "trained, such as a reference model; LoRA needs none."
 )
 READ_TOO_EARLY = (
-    "a weight is read before it is loaded, for example by init_lora_weights='pissa' or 'olora', "
-    "or by DoRA. Use plain LoRA. Or, for DoRA: add the adapter without FSDP, save it, and add the "
-    "saved one with PeftModel.from_pretrained."
+    "a weight is read or cast before it is loaded, for example by init_lora_weights='pissa' or "
+    "'olora', or by DoRA. Use plain LoRA. Or, for DoRA: add the adapter without FSDP, save it, and "
+    "add the saved one with PeftModel.from_pretrained. To cast the model, pass dtype to load_model."
 )
 NAMES = "_hf_fsdp_names"  # the attribute with a weight's names in the model that was loaded
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
