@@ -57,7 +57,7 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
         damage = find_damage_together(checkpoint)
         if damage is None:
             if decides and not any(checkpoint.glob("optimizer*")):
-                logger.warning("%s holds only the model, so training does not go on", checkpoint)
+                logger.warning("%s holds only the model: the optimizer starts anew", checkpoint)
             return str(checkpoint)
         if decides:
             logger.warning("%s is skipped: %s", checkpoint, damage)

@@ -53,6 +53,8 @@ from hf_fsdp_recipes.weights.rows import local_part
 logger = logging.getLogger(__name__)
 
 EXIT_PREEMPTED = 85  # exit status of each rank when a signal stops the run and the save is complete
+# Training arguments that change when a signal stops the run, until training has ended.
+CHANGED_BY_SIGNALS = ("eval_strategy", "save_only_model", "load_best_model_at_end")
 MAX_FAILURES = 2  # failed saves in a row after which training stops
 
 
@@ -100,13 +102,16 @@ class Run(TrainerCallback):
         """Run Trainer's training loop and return its result. Collective.
 
         When this returns or raises an error, the save in flight has ended, and the trainer and the
-        process are as before, except for training arguments if a signal has stopped the run. A save
-        is given up if an error is raised before all callbacks have added their files.
+        process are as before. A save is given up if an error is raised before all callbacks have
+        added their files.
         """
         with self._opened:
             # This rank's random state before the evaluation that may be stopped.
             self._random_state = self._opened.enter_context(TemporaryDirectory())
             self._opened.callback(self._saver.close)
+            args = self.trainer.args
+            for name in CHANGED_BY_SIGNALS:
+                self._opened.callback(setattr, args, name, getattr(args, name))
             callbacks = self.trainer.callback_handler.callbacks
             callbacks.remove(self._callback)
             callbacks.insert(1, self._callback)  # after Trainer's own, which plans an evaluation
