@@ -44,8 +44,7 @@ def plan_merge(
         name: step for step in _merge_steps(shell, sources, dtype, names) for name in step.outputs
     }
     for key, name in shell.base_names.items():
-        if name not in steps:
-            steps[name] = copy_step(name, key, sources[key], dtype)
+        steps.setdefault(name, copy_step(name, key, sources[key], dtype))
     ordered = dict.fromkeys(
         steps[name] for name in names if name in steps and name not in find_tied(shell.base)
     )
@@ -73,11 +72,11 @@ def plan_merge_into_files(
     files = from_files(checkpoint)
     stored = checkpoint.match(shell.base)
     sources = {**adapter, **files}
-    shapes = {name: value.shape for name, value in shell.base.state_dict().items()}
+    state = shell.base.state_dict()
     for key, name in shell.base_names.items():
         if name in stored:
             source = files[stored[name]]
-            if source.meta.shape != shapes[name]:
+            if source.meta.shape != state[name].shape:
                 raise ExportError(
                     f"{name} has another shape than in {base}, so the adapter cannot be merged. "
                     "Save the resized model first and train that, or export the adapter only."
@@ -159,10 +158,10 @@ def _merge_step(
     def merge_in_float32(tensors: Tensors) -> Tensors:
         # The adapter may be on an accelerator while base weights from files are on the CPU.
         devices = (value.device for value in tensors.values() if not value.is_cpu)
-        device = next(devices, torch.device("cpu"))
+        device = next(devices, "cpu")
         state = {}
         for key, value in tensors.items():
-            merge_dtype = torch.float32 if value.is_floating_point() else None
+            merge_dtype = on_meta(value, torch.float32).dtype
             state[key.removeprefix(prefix)] = value.to(device, merge_dtype)
         return merge(state)
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.export.cases import (
     adapt,
     assert_same_files,
     assert_same_tensors,
+    change,
     load,
     merge,
     shard,
@@ -84,6 +86,45 @@ def test_an_adapted_embedding_that_is_tied_is_not_merged(tiny_model, tmp_path):
     assert {kind for kind, _ in errors} == {"ExportError"}
     assert "are tied, and the adapter changes one" in errors[0][1]
     assert list(tmp_path.iterdir()) == []
+
+
+def _export_one_of_two(directory, folder):
+    """Train two adapters, and export one of them. Before that, both are active."""
+    from peft import LoraConfig
+
+    from hf_fsdp_recipes import export_model
+    from hf_fsdp_recipes.distributed import is_main
+    from hf_fsdp_recipes.errors import ExportError
+
+    model = adapt(load(directory), target_modules=["q_proj"])
+    model.add_adapter("second", LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM"))
+    change(model, "lora_")
+    if is_main():
+        model.save_pretrained(folder / "stock", selected_adapters=["default"])
+        alone = copy.deepcopy(model)
+        alone.delete_adapter("second")
+        merge(alone).save_pretrained(folder / "stock_merged")
+    shard(model)
+    for active in (["default", "second"], ["second"]):
+        model.base_model.set_adapter(active)
+        for merge_adapter in (False, True):
+            with pytest.raises(ExportError, match=re.escape(f"adapters {active} are active")):
+                export_model(model, folder / "export", merge_adapter=merge_adapter)
+    model.set_adapter("default")
+    export_model(model, folder / "export")
+    export_model(model, folder / "export_merged", merge_adapter=True)
+
+
+def test_only_one_active_adapter_is_exported(tiny_model, tmp_path):
+    run_ranks(_export_one_of_two, 2, tiny_model(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "stock",
+        "stock_merged",
+        "export",
+        "export_merged",
+    }
+    assert_same_files(tmp_path / "stock", tmp_path / "export")
+    assert_same_files(tmp_path / "stock_merged", tmp_path / "export_merged")
 
 
 def test_an_adapter_with_values_that_are_not_saved_is_not_merged(tiny_model, tmp_path):
