@@ -148,6 +148,7 @@ def export_checkpoint(
     Raises:
         ExportError: the checkpoint is damaged or does not fit the model, or the export cannot be
             written. Nothing is left behind.
+        LoadError: the checkpoint or the base model has no safetensors files.
     """
     checkpoint = Path(checkpoint_dir)
     parsed_dtype = parse_dtype(dtype)
@@ -174,7 +175,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> OptionalDtype:
     """
     if dtype is None:
         return None
-    parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    parsed = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
         raise ExportError(
             f"{dtype!r} is no floating-point dtype. Use float32, bfloat16 or float16."
@@ -199,8 +200,10 @@ def _find_processor(checkpoint: Path, base: PathLike) -> Any:
 def _load_processor(name: PathLike) -> Any:
     """Return the processor of a directory or Hub id, or else its tokenizer, or None."""
     for kind in (AutoProcessor, AutoTokenizer):
-        problem = f"the processor of {name} cannot be loaded"
-        with explained(ExportError, problem), suppress(OSError, ValueError):
+        with (
+            explained(ExportError, f"the processor of {name} cannot be loaded"),
+            suppress(OSError, ValueError),
+        ):
             return kind.from_pretrained(name, trust_remote_code=False)
     return None
 
@@ -258,17 +261,20 @@ def _plan_full(
 
     `owner` knows which weights are tied, and may be `shell` itself.
     """
-    ignored = names_not_saved(shell)
     state = shell.state_dict()
-    for name in ignored:
-        state.pop(name, None)
-    kept = remove_tied_weights_from_state_dict(dict(state), owner)
+    kept = dict(state)
+    for name in names_not_saved(shell):
+        kept.pop(name, None)
+    with explained(
+        ExportError, "a model with changed layers cannot be exported (train it without export_dir)"
+    ):
+        kept = remove_tied_weights_from_state_dict(kept, owner)
     wrong = [
         name
         for name, value in kept.items()
         if name not in held or held[name].meta.shape != value.shape
     ]
-    wrong += sorted(held.keys() - state.keys() - ignored)
+    wrong += sorted(held.keys() - state.keys())
     if wrong:
         raise ExportError(
             f"the weights do not fit the config of {type(shell).__name__}: {wrong[:3]}. "

@@ -113,6 +113,8 @@ def _merge_steps(
                 )
             metas[name] = sources[key].meta
         steps.append(_merge_step(path, layer, metas, dtype, names))
+    if not steps:
+        raise ExportError("PEFT cannot merge an adapter of this type. Leave out merge_adapter.")
     merged = outputs_of(steps)
     for name, tied in find_tied(shell.base).items():
         if names.get(name) in merged or names.get(tied) in merged:
@@ -147,7 +149,8 @@ def _merge_step(
     """Return the step of one layer. `metas` is the layer's state dict on meta."""
     prefix = f"{PREFIX}{path}."
     problem = (
-        f"the adapter of {path} cannot be merged here (export it alone, and merge it with PEFT)"
+        f"the adapter of {path} cannot be merged here (if it fits this model, export it alone, and "
+        "merge it with PEFT if PEFT can)"
     )
 
     def merge(state: Tensors) -> Tensors:

@@ -127,15 +127,44 @@ def test_only_one_active_adapter_is_exported(tiny_model, tmp_path):
     assert_same_files(tmp_path / "stock_merged", tmp_path / "export_merged")
 
 
-def test_an_adapter_with_values_that_are_not_saved_is_not_merged(tiny_model, tmp_path):
-    from peft import OFTConfig, get_peft_model
+@pytest.mark.parametrize(
+    ("kind", "options", "error"),
+    [
+        ("OFTConfig", {"target_modules": ["q_proj"]}, "export it alone, and merge it with PEFT"),
+        ("BOFTConfig", {"target_modules": ["q_proj"]}, "PEFT needs the model's values"),
+        ("AdaptionPromptConfig", {"adapter_len": 4, "adapter_layers": 1}, "PEFT cannot merge"),
+    ],
+)
+def test_an_adapter_that_is_not_merged_is_exported_alone(
+    kind, options, error, tiny_model, tmp_path
+):
+    """OFT has values that are not saved, BOFT computes with values, and nothing merges prompts."""
+    import peft
 
     from hf_fsdp_recipes import export_model
     from hf_fsdp_recipes.errors import ExportError
 
-    model = get_peft_model(load(tiny_model("llama")), OFTConfig(target_modules=["q_proj"]))
-    with pytest.raises(ExportError, match="merge it with PEFT"):
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(load(tiny_model("llama")), config)
+    with pytest.raises(ExportError, match=error):
         export_model(model, tmp_path / "export", merge_adapter=True)
+    assert list(tmp_path.iterdir()) == []
+    model.save_pretrained(tmp_path / "stock")
+    assert_same_tensors(tmp_path / "stock", export_model(model, tmp_path / "export"))
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_an_adapter_that_peft_computes_when_it_saves_is_refused(kind, tiny_model, tmp_path):
+    import peft
+
+    from hf_fsdp_recipes import export_model
+    from hf_fsdp_recipes.errors import ExportError
+
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(load(tiny_model("llama")), config)
+    for merge_adapter, error in ((False, "Train without FSDP"), (True, "PEFT cannot merge")):
+        with pytest.raises(ExportError, match=error):
+            export_model(model, tmp_path / "export", merge_adapter=merge_adapter)
     assert list(tmp_path.iterdir()) == []
 
 
