@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from copy import deepcopy
 from pathlib import Path
 from shutil import rmtree
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import StateDictSplit
@@ -184,8 +184,8 @@ def write_description(
 
     `export_checkpoint` needs them in addition to the weights.
     """
-    if hasattr(model, "peft_config"):
-        cast(PeftModel, model).active_peft_config.save_pretrained(str(directory))
+    if isinstance(model, PeftModel):
+        model.active_peft_config.save_pretrained(str(directory))
     elif isinstance(model, PreTrainedModel):
         write_configs(directory, model)
     if processor is not None:

@@ -16,10 +16,16 @@ from accelerate.utils import extract_model_from_parallel
 from peft import PeftConfig, PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch.nn import Module
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
 from hf_fsdp_recipes import distributed
-from hf_fsdp_recipes.errors import ExportError
+from hf_fsdp_recipes.errors import ExportError, explained
 from hf_fsdp_recipes.export import merge, output, shells, sources
 from hf_fsdp_recipes.export.files import OptionalDtype, PathLike
 from hf_fsdp_recipes.export.sources import Sources
@@ -43,7 +49,7 @@ def export_model(
     *,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     merge_adapter: bool = False,
 ) -> Path:
     """Write a model, which may be sharded with FSDP2.
@@ -51,15 +57,15 @@ def export_model(
     Collective: every rank calls this with the same arguments.
 
     Args:
-        model: a transformers model or a PeftModel. For a PeftModel, only the adapter is written,
-            unless `merge_adapter` is set.
+        model: a transformers model or a PeftModel. For a PeftModel, only its active adapter is
+            written, unless `merge_adapter` is set.
         output_dir: the directory to create. If it exists, `<output_dir>-1` or the next free name
             is used instead.
         dtype: floating-point dtype of the weights in the files. None keeps each parameter's dtype.
         max_shard_size: maximum size of a file, as in `save_pretrained`.
-        tokenizer: the tokenizer to save next to the weights.
-        merge_adapter: write the base model with the adapter merged in. If the base is quantized,
-            its original files are read.
+        tokenizer: the tokenizer or processor to save next to the weights.
+        merge_adapter: write the base model with the active adapter merged in. If the base is
+            quantized, its original files are read.
 
     Returns:
         The export's directory.
@@ -85,10 +91,24 @@ def plan_export(
     is_adapter = isinstance(unwrapped, PeftModel)
     held = sources.from_model(unwrapped, None if is_adapter else dtype)
     with distributed.agreed():
-        if is_adapter and not merge_adapter:
-            return output.plan_adapter(unwrapped, held, dtype)
         if is_adapter:
-            plan = _plan_merged(unwrapped, held, dtype)
+            if unwrapped.active_adapters != [unwrapped.active_adapter]:
+                raise ExportError(
+                    f"the adapters {unwrapped.active_adapters} are active, but only one can be "
+                    "exported. Activate one with the model's set_adapter."
+                )
+            if not merge_adapter:
+                return output.plan_adapter(unwrapped, held, dtype)
+            base: Any = unwrapped.get_base_model()
+            adapted_shell = shells.adapt(
+                shells.copy_on_meta(base), unwrapped.active_peft_config, unwrapped.active_adapter
+            )
+            if getattr(base, "quantization_method", None) is None:
+                plan = merge.plan_merge(adapted_shell, held, dtype)
+            else:
+                plan = merge.plan_merge_into_files(
+                    adapted_shell, held, base.config.name_or_path, dtype
+                )
         elif isinstance(unwrapped, PreTrainedModel):
             plan = _plan_full(shells.copy_on_meta(unwrapped), unwrapped, held, dtype)
         else:
@@ -130,23 +150,24 @@ def export_checkpoint(
     Raises:
         ExportError: the checkpoint is damaged or does not fit the model, or the export cannot be
             written. Nothing is left behind.
+        LoadError: the checkpoint or the base model has no safetensors files.
     """
     checkpoint = Path(checkpoint_dir)
     parsed_dtype = parse_dtype(dtype)
     held, config = _open_checkpoint(checkpoint)
-    base = base_model or (str(config.base_model_name_or_path) if config else checkpoint)
+    base = base_model or (config and config.base_model_name_or_path) or checkpoint
     shell = shells.load_on_meta(base)
-    tokenizer = _find_tokenizer([checkpoint, base])
+    processor = _find_processor(checkpoint, base)
     if config is None:
         plan = _plan_full(shell, shell, held, parsed_dtype)
     else:
         adapted_shell = shells.adapt(shell, config, "default")
-        held = _rename_adapter(held, adapted_shell.adapted, checkpoint, base)
+        held = _rename_adapter(held, adapted_shell.adapted, base)
         if not merge_adapter:
             write = output.plan_adapter(adapted_shell.adapted, held, parsed_dtype)
-            return write(output_dir, max_shard_size, tokenizer)
+            return write(output_dir, max_shard_size, processor)
         plan = merge.plan_merge_into_files(adapted_shell, held, base, parsed_dtype)
-    return output.write_weights(plan, output_dir, max_shard_size, tokenizer)
+    return output.write_weights(plan, output_dir, max_shard_size, processor)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> OptionalDtype:
@@ -156,7 +177,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> OptionalDtype:
     """
     if dtype is None:
         return None
-    parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    parsed = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
         raise ExportError(
             f"{dtype!r} is no floating-point dtype. Use float32, bfloat16 or float16."
@@ -164,11 +185,28 @@ def parse_dtype(dtype: torch.dtype | str | None) -> OptionalDtype:
     return parsed
 
 
-def _find_tokenizer(names: list[PathLike]) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of the first directory or Hub id that has one."""
-    for name in names:
-        with suppress(OSError, ValueError):
-            return AutoTokenizer.from_pretrained(name)
+def _find_processor(checkpoint: Path, base: PathLike) -> Any:
+    """Return the processor or tokenizer of a checkpoint, or else of its base model, or None.
+
+    If the checkpoint has only a tokenizer, the base model's processor gets it.
+    """
+    own = _load_processor(checkpoint)
+    processor = _load_processor(base)
+    if isinstance(processor, ProcessorMixin) and isinstance(own, PreTrainedTokenizerBase):
+        processor.tokenizer = own
+        processor.chat_template = own.chat_template or processor.chat_template
+        return processor
+    return own or processor
+
+
+def _load_processor(name: PathLike) -> Any:
+    """Return the processor of a directory or Hub id, or else its tokenizer, or None."""
+    for kind in (AutoProcessor, AutoTokenizer):
+        with (
+            explained(ExportError, f"the processor of {name} cannot be loaded"),
+            suppress(OSError, ValueError),
+        ):
+            return kind.from_pretrained(name, trust_remote_code=False)
     return None
 
 
@@ -205,7 +243,6 @@ def _open_checkpoint(checkpoint: Path) -> tuple[Sources, PeftConfig | None]:
 def _rename_adapter(
     held: Sources,
     adapted: PeftModel,
-    checkpoint: Path,
     base: PathLike,
 ) -> Sources:
     """Return an adapter's tensors under their names in the state dict of `adapted`."""
@@ -213,7 +250,8 @@ def _rename_adapter(
     differing = sorted(names.keys() ^ held.keys())[:3]
     if differing:
         raise ExportError(
-            f"{checkpoint} does not fit its adapter_config.json and {base}: {differing}."
+            f"the adapter does not fit its adapter_config.json and {base}: {differing}. "
+            "Pass base_model, the model that was trained."
         )
     return {names[key]: source for key, source in held.items()}
 
@@ -228,37 +266,26 @@ def _plan_full(
 
     `owner` knows which weights are tied, and may be `shell` itself.
     """
-    ignored = names_not_saved(shell)
     state = shell.state_dict()
-    for name in ignored:
-        state.pop(name, None)
-    kept = remove_tied_weights_from_state_dict(dict(state), owner)
+    kept = dict(state)
+    for name in names_not_saved(shell):
+        kept.pop(name, None)
+    with explained(
+        ExportError, "a model with changed layers cannot be exported (train it without export_dir)"
+    ):
+        kept = remove_tied_weights_from_state_dict(kept, owner)
     wrong = [
         name
         for name, value in kept.items()
         if name not in held or held[name].meta.shape != value.shape
     ]
-    wrong += sorted(held.keys() - state.keys() - ignored)
+    wrong += sorted(held.keys() - state.keys())
     if wrong:
         raise ExportError(
             f"the weights do not fit the config of {type(shell).__name__}: {wrong[:3]}. "
-            "A model with changed layers cannot be exported: train it without export_dir."
+            "For a checkpoint, pass base_model, the model that was trained. A model with changed "
+            "layers cannot be exported: train it without export_dir."
         )
     return plan_in_file_format(
         shell, [copy_step(name, name, held[name], dtype) for name in kept], held
     )
-
-
-def _plan_merged(
-    model: PeftModel,
-    held: Sources,
-    dtype: OptionalDtype,
-) -> Plan:
-    """Return a plan that merges the active adapter into the base model."""
-    base: Any = model.get_base_model()
-    adapted_shell = shells.adapt(
-        shells.copy_on_meta(base), model.active_peft_config, model.active_adapter
-    )
-    if getattr(base, "quantization_method", None) is None:
-        return merge.plan_merge(adapted_shell, held, dtype)
-    return merge.plan_merge_into_files(adapted_shell, held, base.config.name_or_path, dtype)

@@ -44,8 +44,7 @@ def plan_merge(
         name: step for step in _merge_steps(shell, sources, dtype, names) for name in step.outputs
     }
     for key, name in shell.base_names.items():
-        if name not in steps:
-            steps[name] = copy_step(name, key, sources[key], dtype)
+        steps.setdefault(name, copy_step(name, key, sources[key], dtype))
     ordered = dict.fromkeys(
         steps[name] for name in names if name in steps and name not in find_tied(shell.base)
     )
@@ -73,11 +72,11 @@ def plan_merge_into_files(
     files = from_files(checkpoint)
     stored = checkpoint.match(shell.base)
     sources = {**adapter, **files}
-    shapes = {name: value.shape for name, value in shell.base.state_dict().items()}
+    state = shell.base.state_dict()
     for key, name in shell.base_names.items():
         if name in stored:
             source = files[stored[name]]
-            if source.meta.shape != shapes[name]:
+            if source.meta.shape != state[name].shape:
                 raise ExportError(
                     f"{name} has another shape than in {base}, so the adapter cannot be merged. "
                     "Save the resized model first and train that, or export the adapter only."
@@ -114,6 +113,8 @@ def _merge_steps(
                 )
             metas[name] = sources[key].meta
         steps.append(_merge_step(path, layer, metas, dtype, names))
+    if not steps:
+        raise ExportError("PEFT cannot merge an adapter of this type. Leave out merge_adapter.")
     merged = outputs_of(steps)
     for name, tied in find_tied(shell.base).items():
         if names.get(name) in merged or names.get(tied) in merged:
@@ -148,7 +149,8 @@ def _merge_step(
     """Return the step of one layer. `metas` is the layer's state dict on meta."""
     prefix = f"{PREFIX}{path}."
     problem = (
-        f"the adapter of {path} cannot be merged here (export it alone, and merge it with PEFT)"
+        f"the adapter of {path} cannot be merged here (if it fits this model, export it alone, and "
+        "merge it with PEFT if PEFT can)"
     )
 
     def merge(state: Tensors) -> Tensors:
@@ -159,10 +161,10 @@ def _merge_step(
     def merge_in_float32(tensors: Tensors) -> Tensors:
         # The adapter may be on an accelerator while base weights from files are on the CPU.
         devices = (value.device for value in tensors.values() if not value.is_cpu)
-        device = next(devices, torch.device("cpu"))
+        device = next(devices, "cpu")
         state = {}
         for key, value in tensors.items():
-            merge_dtype = torch.float32 if value.is_floating_point() else None
+            merge_dtype = on_meta(value, torch.float32).dtype
             state[key.removeprefix(prefix)] = value.to(device, merge_dtype)
         return merge(state)
 

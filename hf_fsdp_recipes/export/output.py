@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards_factory
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from hf_fsdp_recipes import distributed
@@ -26,27 +26,18 @@ def plan_adapter(
     held: Sources,
     dtype: OptionalDtype,
 ) -> Callable[..., Path]:
-    """Return a function that writes the active adapter, with the arguments of `write_weights`."""
+    """Return a function that writes the active adapter, with the arguments of `write_weights`.
+
+    Rank 0 gathers the adapter, and writes it with PEFT's `save_pretrained`.
+    """
     metas = {name: source.meta for name, source in held.items()}
     names = sorted({*shells.match_adapter(model, metas).values()})
-    return partial(_write_adapter, model, {name: held[name] for name in names}, dtype)
-
-
-def _write_adapter(
-    model: PeftModel,
-    held: Sources,
-    dtype: OptionalDtype,
-    output_dir: PathLike,
-    _: object,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> Path:
-    """Gather the adapter on rank 0, which writes it with PEFT's `save_pretrained`. Collective."""
     is_main = distributed.is_main()
 
     def write(target: Path) -> None:
         state = {}
-        for name, source in held.items():
-            tensor = source.read(0)
+        for name in names:
+            tensor = held[name].read(0)
             if tensor is not None and is_main:
                 state[name] = tensor.to("cpu", on_meta(tensor, dtype).dtype)
         with distributed.agreed():
@@ -59,16 +50,16 @@ def _write_adapter(
                     selected_adapters=[model.active_adapter],
                 )
 
-    return directory.create(output_dir, write, tokenizer)
+    return lambda output_dir, _, processor: directory.create(output_dir, write, processor)
 
 
 def write_weights(
     plan: Plan,
     output_dir: PathLike,
     max_shard_size: int | str,
-    tokenizer: PreTrainedTokenizerBase | None,
+    processor: Any,
 ) -> Path:
-    """Write the weights, the configs and the tokenizer. Collective."""
+    """Write the weights, the configs and the files of `processor`, as in `create`. Collective."""
     split = split_state_dict_into_shards_factory(
         plan.outputs,
         # Views of one tensor stay in one file.
@@ -87,7 +78,7 @@ def write_weights(
                 if split.is_sharded:
                     directory.write_index(target, plan.shell, split)
 
-    return directory.create(output_dir, write, tokenizer)
+    return directory.create(output_dir, write, processor)
 
 
 @torch.no_grad()

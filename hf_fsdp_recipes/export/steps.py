@@ -83,9 +83,8 @@ def plan_in_file_format(
             converted += _convert(together, model, expected)
     names = [name for step in converted for name in step.outputs]
     if sorted(names) != sorted(expected):
-        missing = sorted(expected.keys() - names)[:3]
         raise ExportError(
-            f"transformers makes {missing} from several layers. "
+            f"transformers makes {sorted(expected.keys() - names)[:3]} from several layers. "
             "Gather the model and use save_pretrained."
         )
     return Plan(model, converted, sources, expected)

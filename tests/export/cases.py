@@ -25,6 +25,22 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
 
 
+def image_text_model() -> Any:
+    """Return a LLaVA model with random weights."""
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    text = LlamaConfig(**size, vocab_size=307, num_hidden_layers=2)
+    vision = CLIPVisionConfig(**size, image_size=16, patch_size=8, num_hidden_layers=2)
+    return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision))
+
+
 @torch.no_grad()
 def change(model: torch.nn.Module, only: str = "") -> None:
     """Add the same random values on every rank to the parameters with `only` in their names."""

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.export.cases import (
     adapt,
     assert_same_files,
     assert_same_tensors,
+    change,
     load,
     merge,
     shard,
@@ -86,15 +88,83 @@ def test_an_adapted_embedding_that_is_tied_is_not_merged(tiny_model, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_adapter_with_values_that_are_not_saved_is_not_merged(tiny_model, tmp_path):
-    from peft import OFTConfig, get_peft_model
+def _export_one_of_two(directory, folder):
+    """Train two adapters, and export one of them. Before that, both are active."""
+    from peft import LoraConfig
+
+    from hf_fsdp_recipes import export_model
+    from hf_fsdp_recipes.distributed import is_main
+    from hf_fsdp_recipes.errors import ExportError
+
+    model = adapt(load(directory), target_modules=["q_proj"])
+    model.add_adapter("second", LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM"))
+    change(model, "lora_")
+    if is_main():
+        model.save_pretrained(folder / "stock", selected_adapters=["default"])
+        alone = copy.deepcopy(model)
+        alone.delete_adapter("second")
+        merge(alone).save_pretrained(folder / "stock_merged")
+    shard(model)
+    for active in (["default", "second"], ["second"]):
+        model.base_model.set_adapter(active)
+        for merge_adapter in (False, True):
+            with pytest.raises(ExportError, match=re.escape(f"adapters {active} are active")):
+                export_model(model, folder / "export", merge_adapter=merge_adapter)
+    model.set_adapter("default")
+    export_model(model, folder / "export")
+    export_model(model, folder / "export_merged", merge_adapter=True)
+
+
+def test_only_one_active_adapter_is_exported(tiny_model, tmp_path):
+    run_ranks(_export_one_of_two, 2, tiny_model(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "stock",
+        "stock_merged",
+        "export",
+        "export_merged",
+    }
+    assert_same_files(tmp_path / "stock", tmp_path / "export")
+    assert_same_files(tmp_path / "stock_merged", tmp_path / "export_merged")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error"),
+    [
+        ("OFTConfig", {"target_modules": ["q_proj"]}, "export it alone, and merge it with PEFT"),
+        ("BOFTConfig", {"target_modules": ["q_proj"]}, "PEFT needs the model's values"),
+        ("AdaptionPromptConfig", {"adapter_len": 4, "adapter_layers": 1}, "PEFT cannot merge"),
+    ],
+)
+def test_an_adapter_that_is_not_merged_is_exported_alone(
+    kind, options, error, tiny_model, tmp_path
+):
+    """OFT has values that are not saved, BOFT computes with values, and nothing merges prompts."""
+    import peft
 
     from hf_fsdp_recipes import export_model
     from hf_fsdp_recipes.errors import ExportError
 
-    model = get_peft_model(load(tiny_model("llama")), OFTConfig(target_modules=["q_proj"]))
-    with pytest.raises(ExportError, match="merge it with PEFT"):
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(load(tiny_model("llama")), config)
+    with pytest.raises(ExportError, match=error):
         export_model(model, tmp_path / "export", merge_adapter=True)
+    assert list(tmp_path.iterdir()) == []
+    model.save_pretrained(tmp_path / "stock")
+    assert_same_tensors(tmp_path / "stock", export_model(model, tmp_path / "export"))
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_an_adapter_that_peft_computes_when_it_saves_is_refused(kind, tiny_model, tmp_path):
+    import peft
+
+    from hf_fsdp_recipes import export_model
+    from hf_fsdp_recipes.errors import ExportError
+
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(load(tiny_model("llama")), config)
+    for merge_adapter, error in ((False, "Train without FSDP"), (True, "PEFT cannot merge")):
+        with pytest.raises(ExportError, match=error):
+            export_model(model, tmp_path / "export", merge_adapter=merge_adapter)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,9 +3,11 @@
 It exports checkpoints of this package, of stock code and of version two, and adapters.
 """
 
+import json
 import os
 import pickle
 import shutil
+import socket
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tests.export.cases import (
     assert_same_files,
     assert_same_tensors,
     change,
+    image_text_model,
     load,
     merge,
     tensors,
@@ -151,6 +154,164 @@ def test_an_adapter_is_merged_into_files_that_hold_experts_one_by_one(
         merge(model).save_pretrained(tmp_path / "stock")
         exported = export_checkpoint(tmp_path / "adapter", tmp_path / "export", merge_adapter=True)
         assert_same_tensors(tmp_path / "stock", exported)
+
+
+# Processors of image-text models.
+
+
+@pytest.fixture(scope="module")
+def image_text(tiny_model, tmp_path_factory):
+    """Return the directory of a LLaVA model with its processor."""
+    from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
+
+    directory = tmp_path_factory.mktemp("image_text")
+    image_text_model().save_pretrained(directory)
+    LlavaProcessor(
+        CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        AutoTokenizer.from_pretrained(tiny_model()),
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        chat_template="with images: {{ messages }}",
+    ).save_pretrained(directory)
+    return directory
+
+
+def _save_weights(model, checkpoint):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"model": model.state_dict()}, checkpoint_id=checkpoint, no_dist=True)
+
+
+def _save_adapter(model, checkpoint):
+    adapt(model, target_modules=["q_proj"], task_type=None).save_pretrained(checkpoint)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Return a list of the hosts that are asked for. The Hub may be asked."""
+    import huggingface_hub
+
+    hosts = []
+
+    def refuse(host, *arguments, **options):
+        hosts.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "no network")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    return hosts
+
+
+@pytest.mark.parametrize("save", [_save_weights, _save_adapter])
+@pytest.mark.parametrize("own", ["nothing", "tokenizer", "processor"])
+def test_an_image_text_model_gets_its_processor(save, own, image_text, asked, tmp_path):
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from hf_fsdp_recipes import export_checkpoint
+
+    processor = AutoProcessor.from_pretrained(image_text)
+    save(AutoModelForImageTextToText.from_pretrained(image_text), tmp_path / "checkpoint")
+    if own != "nothing":  # training has changed the template
+        processor.chat_template = "trained: {{ messages }}"
+        processor.tokenizer.chat_template = processor.chat_template
+        saved = processor if own == "processor" else processor.tokenizer
+        saved.save_pretrained(tmp_path / "checkpoint")
+    exported = export_checkpoint(
+        tmp_path / "checkpoint",
+        tmp_path / "export",
+        base_model=image_text,
+        merge_adapter=save is _save_adapter,
+    )
+    processor.save_pretrained(tmp_path / "stock")
+    names = {file.name for file in (tmp_path / "stock").iterdir()}
+    assert {"processor_config.json", "chat_template.jinja", "tokenizer.json"} < names
+    for name in names:
+        assert (exported / name).read_bytes() == (tmp_path / "stock" / name).read_bytes(), name
+    assert not asked
+
+
+@pytest.mark.parametrize("own", ["nothing", "tokenizer"])
+def test_an_image_text_model_without_a_processor_gets_its_tokenizer_or_nothing(
+    own, image_text, tiny_model, asked, tmp_path
+):
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    from hf_fsdp_recipes import export_checkpoint
+
+    model = AutoModelForImageTextToText.from_pretrained(image_text)
+    _save_weights(model, tmp_path / "checkpoint")
+    model.config.save_pretrained(tmp_path / "checkpoint")
+    if own == "tokenizer":
+        AutoTokenizer.from_pretrained(tiny_model()).save_pretrained(tmp_path / "checkpoint")
+        AutoTokenizer.from_pretrained(tiny_model()).save_pretrained(tmp_path / "stock")
+    model.save_pretrained(tmp_path / "stock")
+    exported = export_checkpoint(tmp_path / "checkpoint", tmp_path / "export")
+    assert {file.name for file in exported.iterdir()} == {
+        file.name for file in (tmp_path / "stock").iterdir()
+    }
+    assert not asked
+
+
+def test_a_processor_that_cannot_be_loaded_is_one_error(image_text, monkeypatch, tmp_path):
+    """Some processors need torchvision."""
+    from transformers import LlavaProcessor
+
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    def fail(*_, **__):
+        raise ImportError("LlavaProcessor requires the Torchvision library")
+
+    _save_weights(image_text_model(), tmp_path / "checkpoint")
+    monkeypatch.setattr(LlavaProcessor, "from_pretrained", fail)
+    with pytest.raises(ExportError, match=r"processor of .* cannot be loaded.*Torchvision"):
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "export", base_model=image_text)
+    assert list(tmp_path.iterdir()) == [tmp_path / "checkpoint"]
+
+
+# Classes of models.
+
+
+def _copy_with(source, directory, **changes):
+    """Copy a model's directory, with fields of its config changed or, if None, removed."""
+    shutil.copytree(source, directory)
+    fields = json.loads((directory / "config.json").read_text()) | changes
+    kept = {name: value for name, value in fields.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(kept))
+    return directory
+
+
+def test_a_config_that_names_no_class_is_that_of_a_causal_model(tiny_model, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
+
+    model = _copy_with(tiny_model(), tmp_path / "model", architectures=None)
+    exported = export_checkpoint(model, tmp_path / "export")
+    assert_same_files(tiny_model(), exported)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["OwnForCausalLM"]},
+        {
+            "model_type": "own",
+            "architectures": ["OwnForCausalLM"],
+            "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"},
+        },
+    ],
+)
+def test_a_class_that_transformers_lacks_is_one_error_and_runs_no_code(
+    changes, tiny_model, monkeypatch, tmp_path
+):
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    model = _copy_with(tiny_model(), tmp_path / "model", **changes)
+    (model / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda _: "y")  # transformers would ask
+    with pytest.raises(ExportError, match="code of its own, export it in training"):
+        export_checkpoint(model, tmp_path / "export")
+    assert list(tmp_path.iterdir()) == [model]
 
 
 # Checkpoints of other programs.

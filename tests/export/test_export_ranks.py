@@ -87,6 +87,21 @@ def test_activation_checkpointing_and_compilation_do_not_change_the_files(tiny_m
     assert_same_files(tmp_path / "stock", tmp_path / "export")
 
 
+def _export_changed(directory, folder):
+    from hf_fsdp_recipes import export_model
+
+    model = load(directory)
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    export_model(shard(model), folder / "export")
+
+
+def test_a_model_with_changed_layers_is_one_error(tiny_model, tmp_path):
+    errors = run_ranks(_export_changed, 2, tiny_model("llama"), tmp_path, expect_failure=True)
+    assert {kind for kind, _ in errors} == {"ExportError"}
+    assert "a model with changed layers cannot be exported" in errors[0][1]
+    assert list(tmp_path.iterdir()) == []
+
+
 def _measure(folder):
     """Export a model of 3 equal layers.
 
