@@ -40,7 +40,7 @@ CLASSES = (
 MAX_PARAMETERS = 40_000_000
 # Errors of architectures that cannot be sharded, loaded or exported, and why.
 LIMITS = {
-    "is tied to another weight": "Accelerate shards the two weights apart: encoders used as "
+    "are tied, but Accelerate": "Accelerate shards the two weights apart: encoders used as "
     "decoders, T5 and BART classifiers",
     "Invariant encountered": "Accelerate shards embeddings that _no_split_modules names twice; "
     "name the layer class",
