@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -24,39 +25,57 @@ Case = dict[str, Any]
 Values = dict[str, tuple]  # {name of a parameter or buffer: what must be equal}
 
 
-def problems(cases: dict[str, Case], fsdp: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Load every case with stock and with ours; return {case: what is wrong}."""
+def compare(
+    cases: dict[str, Case], fsdp: dict[str, Any] | None = None, source: str = "rank0"
+) -> None:
+    """Load every case with stock and with ours; fail with the names of the cases that differ."""
     environment = fsdp_environment(FSDP2 | (fsdp or {}))
-    expected = run_ranks(_load_all, 1, "stock", cases)[0]
-    found = run_ranks(_load_all, 2, "rank0", cases, environment=environment, timeout_seconds=240)
-    pairs = {name: [values[name] for values in found] for name in cases}
-    found_problems = {
-        name: _problem(expected[name], *pairs[name], cases[name].get("refusal"))
-        if isinstance(expected[name], tuple) is cases[name].get("fails_in_stock", False)
-        else f"stock: {expected[name]}"
-        for name in cases
+    expected = run_ranks(load_all, 1, "stock", cases)[0]
+    first, second = run_ranks(load_all, 2, source, cases, environment=environment)
+    found = {
+        name: _problem(expected[name], first[name], second[name], **case)
+        for name, case in cases.items()
     }
-    return {name: problem for name, problem in found_problems.items() if problem}
+    lines = [f"{name}: {problem}" for name, problem in found.items() if problem]
+    if lines:
+        pytest.fail("\n".join(lines))
 
 
-def _problem(expected: Any, first: Any, second: Any, refusal: str | None) -> Any:
+def _problem(
+    expected: Any,
+    first: Any,
+    second: Any,
+    refusal: str | None = None,
+    fails_in_stock: bool = False,
+    **unused: Any,
+) -> str | None:
+    """Return what is wrong with a case."""
+    if isinstance(expected, tuple) is not fails_in_stock:
+        return f"stock: {expected if isinstance(expected, tuple) else 'no error'}"
     if first != second:
         return f"the ranks differ: {_short(first)} and {_short(second)}"
     if isinstance(first, tuple):
         kind, text = first
-        may_refuse = isinstance(expected, tuple) or (refusal and re.search(refusal, text))
-        return None if may_refuse and kind == "LoadError" else first
-    if isinstance(expected, tuple):
-        return "loaded what stock refuses"
-    names = expected.keys() | first.keys()
-    return [name for name in sorted(names) if expected.get(name) != first.get(name)]
+        may_refuse = fails_in_stock or refusal
+        if may_refuse and kind == "LoadError" and re.search(refusal or "", text):
+            return None
+        return f"{kind}: {text}"
+    if fails_in_stock:
+        return "loads, but stock refuses"
+    names = sorted(expected.keys() | first.keys())
+    different = [name for name in names if expected.get(name) != first.get(name)]
+    if not different:
+        return None
+    name = different[0]
+    example = f"{name} is {first.get(name)}, not {expected.get(name)}"
+    return f"{len(different)} of {len(names)} differ: {example}"
 
 
 def _short(values: Any) -> str:
     return "values" if isinstance(values, dict) else f"{values}"
 
 
-def _load_all(loader: str, cases: dict[str, Case]) -> dict[str, Any]:
+def load_all(loader: str, cases: dict[str, Case]) -> dict[str, Any]:
     """Return the values of each case, or the error's class and text."""
     from accelerate.state import AcceleratorState
 

@@ -11,7 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import tiny_config
-from tests.loading.stock import change, change_config, problems, randomize, write
+from tests.export.cases import adapt, assert_same_tensors, load, merge
+from tests.loading import quantized, stock
+from tests.loading.families import build
+from tests.loading.stock import change, change_config, compare, randomize, write
+from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
 
 LORA = {"r": 2, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -79,20 +83,134 @@ def stray(llama, sharded, tmp_path):
 
 def test_a_stray_file_is_not_loaded(stray):
     variant = {"directory": stray["variant"]}
-    assert (
-        problems(
-            {
-                "a variant beside": variant,
-                "safetensors": variant | {"kwargs": {"use_safetensors": True}},
-                "the variant": variant | {"kwargs": {"variant": "fp16"}},
-                "beside an index": {"directory": stray["index"]},
-                "a stale index": {"directory": stray["stale"]},
-                "a subfolder": {"directory": stray["sub"], "kwargs": {"subfolder": "inner"}},
-                "above a subfolder": {"directory": stray["sub"]},
-            }
-        )
-        == {}
+    compare(
+        {
+            "a variant beside": variant,
+            "use_safetensors": variant | {"kwargs": {"use_safetensors": True}},
+            "the variant": variant | {"kwargs": {"variant": "fp16"}},
+            "beside an index": {"directory": stray["index"]},
+            "a stale index": {"directory": stray["stale"]},
+            "a subfolder": {"directory": stray["sub"], "kwargs": {"subfolder": "inner"}},
+            "above a subfolder": {"directory": stray["sub"]},
+        }
     )
+
+
+@pytest.fixture
+def adapter(llama, tmp_path):
+    """Return the directory of an adapter for `llama` with random values."""
+    model = adapt(load(llama), target_modules="all-linear")
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_beside_a_model_is_loaded_too_or_refused(llama, adapter, tmp_path):
+    both = _copy(llama, tmp_path / "both")
+    for file in adapter.glob("adapter_*"):
+        shutil.copy(file, both)
+    adapter_alone = {"directory": adapter, "refusal": "adapter"}
+    compare({"both": {"directory": both, "refusal": "adapter"}, "alone": adapter_alone})
+
+
+def test_an_adapter_is_merged_into_the_weights_that_stock_loads(stray, tmp_path):
+    from peft import PeftModel
+
+    from hf_fsdp_recipes import export_checkpoint
+
+    for name in ("variant", "index", "stale"):
+        folder = tmp_path / f"merge-{name}"
+        adapt(load(stray[name]), target_modules=["q_proj"]).save_pretrained(folder / "adapter")
+        adapted = PeftModel.from_pretrained(load(stray[name]), folder / "adapter")
+        merge(adapted).save_pretrained(folder / "stock")
+        merged = export_checkpoint(folder / "adapter", folder / "merged", merge_adapter=True)
+        assert_same_tensors(folder / "stock", merged)
+
+
+# Missing files and tensors.
+
+
+def test_a_missing_shard_or_tensor_is_an_error(llama, sharded, tmp_path):
+    without_shard = _copy(sharded, tmp_path / "without-shard")
+    sorted(without_shard.glob("*.safetensors"))[1].unlink()
+    shard = {"directory": without_shard, "fails_in_stock": True, "refusal": "model-0000"}
+    without_tensor = _copy(llama, tmp_path / "without-tensor")
+    change(without_tensor, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    tensor = {"directory": without_tensor, "refusal": "up_proj.weight is missing"}
+    base = {"auto_class": "AutoModel"}
+    classifier = {"auto_class": "AutoModelForSequenceClassification"}
+    compare(
+        {"shard": shard, "shard of the base": shard | base, "shard, new head": shard | classifier}
+    )
+    # Stock makes up values and warns.
+    names = {"tensor": {}, "tensor of the base": base, "tensor, new head": classifier}
+    compare({name: tensor | options for name, options in names.items()})
+
+
+# Code and weights of a revision.
+
+
+CODE = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+    behaviour = "NAME"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.NAME = torch.nn.Parameter(torch.zeros(4))
+        self.post_init()
+"""
+AUTO_MAP = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+MAIN = "1" * 40
+PINNED = "2" * 40
+
+
+@pytest.fixture
+def hub(llama, tmp_path):
+    """Return the folder of a Hub cache with two revisions of org/plain and org/own.
+
+    The revisions differ in their weights, and org/own's also in their code.
+    """
+    for repository in ("plain", "own"):
+        folder = tmp_path / "hub" / f"models--org--{repository}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text(MAIN)
+        for commit, name in ((MAIN, "newest"), (PINNED, "pinned")):
+            snapshot = _copy(llama, folder / "snapshots" / commit)
+            tensors = load_file(snapshot / "model.safetensors")
+            if commit == PINNED:
+                tensors = _other(snapshot)
+            if repository == "own":
+                tensors[name] = torch.arange(4.0)
+                (snapshot / "modeling_own.py").write_text(CODE.replace("NAME", name))
+                change_config(snapshot, auto_map=AUTO_MAP, model_type="own")
+            write(tensors, snapshot / "model.safetensors")
+    return tmp_path
+
+
+def test_a_revision_is_that_of_the_code_and_of_the_weights(hub):
+    plain = {"directory": "org/plain", "hub": hub}
+    own = {"directory": "org/own", "hub": hub}
+    pinned = {"revision": PINNED}
+    trusted = {"trust_remote_code": True}
+    cases = {
+        "plain": plain,
+        "plain, pinned": plain | {"kwargs": pinned},
+        "own": own | {"kwargs": trusted},
+        "own, pinned": own | {"kwargs": trusted | pinned},
+        "own, code pinned": own | {"kwargs": trusted | pinned | {"code_revision": PINNED}},
+        "own, not trusted": own | {"fails_in_stock": True},
+        "no such revision": plain | {"kwargs": {"revision": "3" * 40}, "fails_in_stock": True},
+    }
+    for name, case in cases.items():  # each with modules of its own
+        compare({name: case})
 
 
 # Edits of a model that is not loaded yet.
@@ -145,7 +263,334 @@ EDITS = {
     ],
 )
 def test_a_layer_keeps_its_weights_wherever_it_is_moved(lora, fsdp, llama):
-    cases = {
-        name: {"directory": llama, "edit": edit, "lora": lora} for name, edit in EDITS.items()
+    cases = {name: {"directory": llama, "edit": edit, "lora": lora} for name, edit in EDITS.items()}
+    compare(cases, fsdp)
+
+
+# Writes to a weight that is not loaded yet.
+
+
+def _data_of_ones(model):
+    model.model.norm.weight.data = torch.ones_like(model.model.norm.weight)
+
+
+def _data_of_another_dtype(model):
+    model.model.norm.weight.data = torch.ones(32, dtype=torch.bfloat16)
+
+
+def _zero(model):
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+
+
+def _fill(model):
+    with torch.no_grad():
+        model.model.norm.weight.fill_(2.0)
+
+
+def _fill_data(model):
+    model.model.norm.weight.data.fill_(2.0)
+
+
+def _scale(model):
+    with torch.no_grad():
+        model.model.norm.weight *= 2
+
+
+def _set_items(model):
+    with torch.no_grad():
+        model.model.norm.weight[:3] = 2.0
+
+
+def _copy_values(model):
+    with torch.no_grad():
+        model.model.norm.weight.copy_(torch.arange(32.0))
+
+
+def _copy_state(model):
+    model.load_state_dict({"model.norm.weight": torch.arange(32.0)}, strict=False)
+
+
+def _init_normal(model):
+    torch.nn.init.normal_(model.model.norm.weight)
+
+
+def _init_zeros(model):
+    torch.nn.init.zeros_(model.model.norm.weight)
+
+
+def _init_constant(model):
+    torch.nn.init.constant_(model.model.norm.weight, 3.0)
+
+
+WRITES = (
+    _data_of_ones,
+    _data_of_another_dtype,
+    _zero,
+    _fill,
+    _fill_data,
+    _scale,
+    _set_items,
+    _copy_values,
+    _copy_state,
+    _init_normal,
+    _init_zeros,
+    _init_constant,
+)
+
+
+def test_a_write_to_a_weight_is_kept_or_an_error_that_names_the_weight(llama):
+    named = {"directory": llama, "refusal": r"norm\.weight"}
+    compare({write.__name__: named | {"edit": write} for write in WRITES})
+
+
+def _replace(model):
+    model.model.norm.weight = torch.nn.Parameter(torch.arange(32.0))
+
+
+def _replace_frozen(model):
+    weight = torch.nn.Parameter(torch.arange(32.0), requires_grad=False)
+    model.model.layers[1].input_layernorm.weight = weight
+
+
+def _replace_module(model):
+    model.lm_head = torch.nn.Linear(32, 5)
+
+
+def _assign_state(model):
+    state = {"model.norm.weight": torch.arange(32.0)}
+    model.load_state_dict(state, strict=False, assign=True)
+
+
+REPLACEMENTS = (_replace, _replace_frozen, _replace_module, _assign_state)
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_a_replaced_parameter_keeps_its_values(lora, llama):
+    case = {"directory": llama, "lora": lora}
+    compare({replace.__name__: case | {"edit": replace} for replace in REPLACEMENTS})
+
+
+# Buffers.
+
+
+def _to_float32(model):
+    model.to(torch.float32)
+
+
+def _to_bfloat16(model):
+    model.to(torch.bfloat16)
+
+
+def _batch_norm():
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3
+    )
+    return ResNetForImageClassification(config)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_buffer_has_the_values_of_the_files(dtype, tmp_path):
+    stored = getattr(torch, dtype)
+    resnet = {
+        "directory": _save(_batch_norm().to(stored), tmp_path / "resnet"),
+        "auto_class": "AutoModelForImageClassification",
     }
-    assert problems(cases, fsdp) == {}
+    deepseek = {
+        "directory": _save(
+            build("AutoModelForCausalLM", "deepseek_v3").to(stored), tmp_path / "deepseek"
+        )
+    }
+    saved = {"r": 2, "target_modules": ["q_a_proj"], "modules_to_save": ["gate"]}
+    saved_normalization = {
+        "r": 2,
+        "target_modules": ["classifier.1"],
+        "modules_to_save": ["normalization"],
+    }
+    compare(
+        {
+            "batch norm": resnet,
+            "batch norm in float32": resnet | {"kwargs": {"dtype": "float32"}},
+            "batch norm, cast": resnet | {"edit": _to_float32},
+            "batch norm, cast down": resnet | {"edit": _to_bfloat16},
+            "batch norm, trained with an adapter": resnet | {"lora": saved_normalization},
+            "router": deepseek,
+            "router in float32": deepseek | {"kwargs": {"dtype": "float32"}},
+            "router, cast": deepseek | {"edit": _to_float32},
+            "router, cast down": deepseek | {"edit": _to_bfloat16},
+            "router, trained with an adapter": deepseek | {"lora": saved},
+            "router, cast and trained": deepseek | {"lora": saved, "edit": _to_float32},
+        }
+    )
+
+
+# Several keys for one weight.
+
+
+def test_two_keys_of_a_weight_give_it_stocks_value_or_an_error(llama, tiny_model, tmp_path):
+    name = "layers.1.mlp.up_proj.weight"
+
+    def add_same(tensors):
+        tensors[name] = tensors[f"model.{name}"].clone()
+
+    def add_other(tensors):
+        tensors[name] = tensors[f"model.{name}"] + 1
+
+    def add_tied(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    same = {"directory": change(_copy(llama, tmp_path / "same"), add_same), "refusal": name}
+    other = {"directory": change(_copy(llama, tmp_path / "other"), add_other), "refusal": name}
+    tied = change(_copy(tiny_model("llama_tied"), tmp_path / "tied"), add_tied)
+    base = {"auto_class": "AutoModel"}
+    compare(
+        {
+            "equal": same,
+            "equal, in the base": same | base,
+            "different": other,
+            "different, in the base": other | base,
+            "tied": {"directory": tied},
+        }
+    )
+
+
+# Weights that are converted, under adapters.
+
+
+EXPERTS = {
+    "r": 2,
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    "task_type": "CAUSAL_LM",
+}
+
+
+def test_experts_have_stocks_values_under_lora(tiny_model, tmp_path):
+    from transformers import BitsAndBytesConfig, Mxfp4Config
+
+    separate = {"directory": tiny_model("qwen3_moe", "bfloat16"), "lora": EXPERTS}
+    mxfp4 = {
+        "directory": quantized.make(tmp_path / "mxfp4", "gpt_oss"),
+        "stock_kwargs": {"quantization_config": Mxfp4Config(dequantize=True)},
+        "lora": EXPERTS,
+    }
+    images = build("AutoModelForImageTextToText", "qwen3_vl_moe")
+    with_images = {
+        "directory": _save(images, tmp_path / "images"),
+        "auto_class": "AutoModelForImageTextToText",
+        "lora": EXPERTS,
+    }
+    packing = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_quant_storage=torch.float32,
+    )
+    packed = {"kwargs": {"quantization_config": packing, "dtype": "float32"}}
+    compare(
+        {
+            "stored one by one": separate,
+            "float32": separate | {"kwargs": {"dtype": "float32"}},
+            "mxfp4": mxfp4,
+            "images": with_images,
+            "4-bit": separate | packed,
+            "4-bit, without experts": separate | packed | {"lora": LORA},
+        }
+    )
+
+
+# Arguments.
+
+
+def _accepted(directory):
+    """Return arguments of from_pretrained that change nothing, or a dtype."""
+    names = {
+        "low_cpu_mem_usage": True,
+        "use_safetensors": True,
+        "device_map": None,
+        "torch_dtype": "bfloat16",
+        "weights_only": True,
+        "force_download": False,
+        "local_files_only": True,
+        "token": None,
+        "proxies": None,
+        "revision": "main",
+        "output_loading_info": False,
+        "max_memory": None,
+        "state_dict": None,
+        "use_cache": False,
+    }
+    return {name: {"directory": directory, "kwargs": {name: names[name]}} for name in names}
+
+
+def test_arguments_of_from_pretrained_are_accepted(llama, tmp_path):
+    def rename(tensors):
+        for name in list(tensors):
+            tensors[name.replace("model.", "backbone.")] = tensors.pop(name)
+
+    renamed = change(_copy(llama, tmp_path / "renamed"), rename)
+    mapping = {"directory": renamed, "kwargs": {"key_mapping": {"^backbone": "model"}}}
+    narrow = _copy(llama, tmp_path / "narrow")
+    change_config(narrow, vocab_size=200)
+    ignore = {"ignore_mismatched_sizes": True}
+    mismatched = {"directory": narrow, "kwargs": ignore, "refusal": "ignore_mismatched_sizes"}
+    unknown = {"no_such_argument": 1}
+    others = {
+        "key_mapping": mapping,
+        "mismatched": mismatched,
+        "unknown": {"directory": llama, "kwargs": unknown, "fails_in_stock": True},
+    }
+    compare(_accepted(llama) | others)
+
+
+def _names(loader, directory):
+    from peft import LoraConfig, get_peft_model
+
+    model = stock.load(loader, directory, kwargs={"dtype": "float32"})
+    adapted = get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
+    recorded = adapted.peft_config["default"].base_model_name_or_path
+    return model.name_or_path, model.config.name_or_path, recorded
+
+
+def test_a_models_name_is_the_given_path(llama, tmp_path):
+    images = _save(build("AutoModelForImageTextToText", "qwen3_5"), tmp_path / "images")
+    environment = fsdp_environment(FSDP2)
+    for directory in (llama, images):
+        expected = (str(directory),) * 3
+        assert run_ranks(_names, 1, "stock", directory) == [expected]
+        assert run_ranks(_names, 2, "rank0", directory, environment=environment) == [expected] * 2
+
+
+# The timeout of collectives.
+
+
+def _timeout(directory, kind):
+    """Return the default group's timeout in seconds, after load_model if a directory is given."""
+    import datetime
+
+    from accelerate import Accelerator, InitProcessGroupKwargs
+    from transformers import TrainingArguments
+
+    from hf_fsdp_recipes import load_model
+    from hf_fsdp_recipes.upstream import patches
+
+    patches.enable_cpu_ranks()
+    if directory:
+        load_model(directory)
+    if kind == "arguments":
+        TrainingArguments(output_dir="unused", ddp_timeout=77, use_cpu=True)
+    else:
+        timeout = datetime.timedelta(seconds=77)
+        Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
+    group = torch.distributed.distributed_c10d._get_default_group()
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+@pytest.mark.parametrize("kind", ["arguments", "accelerator"])
+def test_the_timeout_is_the_asked_one_after_load_model(kind, llama):
+    environment = fsdp_environment(FSDP2)
+    stocks = run_ranks(_timeout, 2, None, kind, environment=environment)
+    assert stocks == [77] * 2
+    assert run_ranks(_timeout, 2, llama, kind, environment=environment) == stocks
