@@ -1,6 +1,6 @@
 """Compares models of `load_model`, sharded on two ranks, with those of stock `from_pretrained`.
 
-A case is a dict with the `directory` and, if needed, an `edit` of the loaded model, the name of its
+A case is a dict with the `directory` and, if needed, an `edit` of the loaded model, its
 `auto_class`, settings of `lora` and arguments of from_pretrained (`kwargs`). If ours may refuse
 what stock loads, `refusal` is a pattern of the error's text. `fails_in_stock` is true if stock
 must raise an error.
@@ -117,7 +117,7 @@ def _load(
 def load(
     loader: str,
     directory: Path | str,
-    auto_class: str = "AutoModelForCausalLM",
+    auto_class: Any = "AutoModelForCausalLM",
     hub: Path | None = None,
     kwargs: dict[str, Any] | None = None,
     stock_kwargs: dict[str, Any] | None = None,
@@ -128,7 +128,9 @@ def load(
 
     if hub:
         _use_hub(hub)
-    model_class = getattr(transformers, auto_class)
+    model_class = auto_class
+    if isinstance(auto_class, str):
+        model_class = getattr(transformers, auto_class)
     if loader == "stock":
         arguments = (kwargs or {}) | (stock_kwargs or {})
         return model_class.from_pretrained(str(directory), **arguments)

@@ -4,11 +4,13 @@ Stock loads the same directory with the same arguments and edits, in one process
 """
 
 import copy
+import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from tests.conftest import tiny_config
 from tests.export.cases import adapt, assert_same_tensors, load, merge
@@ -35,8 +37,6 @@ def sharded(tmp_path_factory):
 
 
 def _llama():
-    from transformers import LlamaForCausalLM
-
     config = tiny_config("llama")
     config.num_hidden_layers = 3
     return LlamaForCausalLM(config)
@@ -68,13 +68,15 @@ def stray(llama, sharded, tmp_path):
     """Return directories with files that from_pretrained does not read, by their names."""
     other = _other(llama)
     variant = _copy(llama, tmp_path / "variant")
-    write(other, variant / "model.fp16.safetensors")
+    for name in ("model.fp16.safetensors", "model.zz.safetensors"):
+        write(other, variant / name)
     beside_index = _copy(sharded, tmp_path / "beside-index")
     for name in ("a.safetensors", "zz.safetensors"):
         write(other, beside_index / name)
-    stale = _copy(sharded, tmp_path / "stale-index")
-    shutil.copy(llama / "model.safetensors", stale)
-    change(stale, lambda tensors: tensors.update(other))
+    stale = _copy(llama, tmp_path / "stale-index")
+    write(other, stale / "zz.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(other, "zz.safetensors")}
+    (stale / "model.safetensors.index.json").write_text(json.dumps(index))
     sub = _copy(llama, tmp_path / "sub")
     write(other, sub / "model.safetensors")
     _copy(llama, sub / "inner")
@@ -132,7 +134,7 @@ def test_an_adapter_is_merged_into_the_weights_that_stock_loads(stray, tmp_path)
 def test_a_missing_shard_or_tensor_is_an_error(llama, sharded, tmp_path):
     without_shard = _copy(sharded, tmp_path / "without-shard")
     sorted(without_shard.glob("*.safetensors"))[1].unlink()
-    shard = {"directory": without_shard, "fails_in_stock": True, "refusal": "model-0000"}
+    shard = {"directory": without_shard, "fails_in_stock": True, "refusal": "missing|model-0"}
     without_tensor = _copy(llama, tmp_path / "without-tensor")
     change(without_tensor, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     tensor = {"directory": without_tensor, "refusal": "up_proj.weight is missing"}
@@ -168,8 +170,7 @@ class OwnModel(LlamaForCausalLM):
         self.post_init()
 """
 AUTO_MAP = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
-MAIN = "1" * 40
-PINNED = "2" * 40
+COMMITS = {"newest": "1" * 40, "pinned": "2" * 40}
 
 
 @pytest.fixture
@@ -181,11 +182,11 @@ def hub(llama, tmp_path):
     for repository in ("plain", "own"):
         folder = tmp_path / "hub" / f"models--org--{repository}"
         (folder / "refs").mkdir(parents=True)
-        (folder / "refs" / "main").write_text(MAIN)
-        for commit, name in ((MAIN, "newest"), (PINNED, "pinned")):
+        (folder / "refs" / "main").write_text(COMMITS["newest"])
+        for name, commit in COMMITS.items():
             snapshot = _copy(llama, folder / "snapshots" / commit)
             tensors = load_file(snapshot / "model.safetensors")
-            if commit == PINNED:
+            if name == "pinned":
                 tensors = _other(snapshot)
             if repository == "own":
                 tensors[name] = torch.arange(4.0)
@@ -195,22 +196,25 @@ def hub(llama, tmp_path):
     return tmp_path
 
 
-def test_a_revision_is_that_of_the_code_and_of_the_weights(hub):
-    plain = {"directory": "org/plain", "hub": hub}
-    own = {"directory": "org/own", "hub": hub}
-    pinned = {"revision": PINNED}
-    trusted = {"trust_remote_code": True}
-    cases = {
-        "plain": plain,
-        "plain, pinned": plain | {"kwargs": pinned},
-        "own": own | {"kwargs": trusted},
-        "own, pinned": own | {"kwargs": trusted | pinned},
-        "own, code pinned": own | {"kwargs": trusted | pinned | {"code_revision": PINNED}},
-        "own, not trusted": own | {"fails_in_stock": True},
-        "no such revision": plain | {"kwargs": {"revision": "3" * 40}, "fails_in_stock": True},
-    }
-    for name, case in cases.items():  # each with modules of its own
-        compare({name: case})
+TRUSTED = {"trust_remote_code": True}
+PINNED = {"revision": COMMITS["pinned"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "fails"),
+    [
+        ("org/plain", {}, False),
+        ("org/plain", PINNED, False),
+        ("org/plain", {"revision": "3" * 40}, True),
+        ("org/own", TRUSTED, False),
+        ("org/own", TRUSTED | PINNED, False),
+        ("org/own", TRUSTED | PINNED | {"code_revision": COMMITS["newest"]}, False),
+        ("org/own", PINNED, True),
+    ],
+)
+def test_a_revision_is_that_of_the_code_and_of_the_weights(name, kwargs, fails, hub):
+    case = {"directory": name, "hub": hub, "kwargs": kwargs, "fails_in_stock": fails}
+    compare({name: case})
 
 
 # Edits of a model that is not loaded yet.
@@ -253,18 +257,22 @@ EDITS = {
 }
 
 
+CHECKPOINTED = {"fsdp_activation_checkpointing": True}
+
+
 @pytest.mark.parametrize(
-    ("lora", "fsdp"),
+    ("lora", "fsdp", "source"),
     [
-        (None, {}),
-        (LORA, {}),
-        (None, {"fsdp_activation_checkpointing": True}),
-        pytest.param(LORA, {"fsdp_activation_checkpointing": True}, marks=pytest.mark.slow),
+        (None, {}, "rank0"),
+        (None, {}, "direct"),
+        (LORA, {}, "rank0"),
+        (None, CHECKPOINTED, "rank0"),
+        (LORA, CHECKPOINTED, "rank0"),
     ],
 )
-def test_a_layer_keeps_its_weights_wherever_it_is_moved(lora, fsdp, llama):
+def test_a_layer_keeps_its_weights_wherever_it_is_moved(lora, fsdp, source, llama):
     cases = {name: {"directory": llama, "edit": edit, "lora": lora} for name, edit in EDITS.items()}
-    compare(cases, fsdp)
+    compare(cases, fsdp, source)
 
 
 # Writes to a weight that is not loaded yet.
@@ -382,48 +390,42 @@ def _to_bfloat16(model):
     model.to(torch.bfloat16)
 
 
-def _batch_norm():
-    from transformers import ResNetConfig, ResNetForImageClassification
+class Normalized(LlamaForCausalLM):
+    """A model with buffers of several kinds, in a module and of its own."""
 
-    config = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3
-    )
-    return ResNetForImageClassification(config)
+    def __init__(self, config):
+        super().__init__(config)
+        self.normalization = torch.nn.BatchNorm1d(8)
+        self.register_buffer("offset", torch.zeros(5))
+        self.register_buffer("scale", torch.full((), 2.0), persistent=False)
+        self.post_init()
 
 
+@pytest.mark.parametrize("source", ["rank0", "direct"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_buffer_has_the_values_of_the_files(dtype, tmp_path):
+def test_a_buffer_has_the_values_of_the_files(dtype, source, tmp_path):
     stored = getattr(torch, dtype)
-    resnet = {
-        "directory": _save(_batch_norm().to(stored), tmp_path / "resnet"),
-        "auto_class": "AutoModelForImageClassification",
-    }
-    deepseek = {
-        "directory": _save(
-            build("AutoModelForCausalLM", "deepseek_v3").to(stored), tmp_path / "deepseek"
-        )
-    }
-    saved = {"r": 2, "target_modules": ["q_a_proj"], "modules_to_save": ["gate"]}
-    saved_normalization = {
-        "r": 2,
-        "target_modules": ["classifier.1"],
-        "modules_to_save": ["normalization"],
-    }
-    compare(
-        {
-            "batch norm": resnet,
-            "batch norm in float32": resnet | {"kwargs": {"dtype": "float32"}},
-            "batch norm, cast": resnet | {"edit": _to_float32},
-            "batch norm, cast down": resnet | {"edit": _to_bfloat16},
-            "batch norm, trained with an adapter": resnet | {"lora": saved_normalization},
-            "router": deepseek,
-            "router in float32": deepseek | {"kwargs": {"dtype": "float32"}},
-            "router, cast": deepseek | {"edit": _to_float32},
-            "router, cast down": deepseek | {"edit": _to_bfloat16},
-            "router, trained with an adapter": deepseek | {"lora": saved},
-            "router, cast and trained": deepseek | {"lora": saved, "edit": _to_float32},
+    model = Normalized(tiny_config("llama")).to(stored)
+    statistics = {"directory": _save(model, tmp_path / "normalized"), "auto_class": Normalized}
+    model = build("AutoModelForCausalLM", "deepseek_v3").to(stored)
+    router = {"directory": _save(model, tmp_path / "deepseek")}
+    cases = {}
+    for name, case, part in (
+        ("statistics", statistics, "normalization"),
+        ("router", router, "gate"),
+    ):
+        lora = {"r": 2, "target_modules": ["o_proj"], "modules_to_save": [part]}
+        trained = case | {"lora": lora}
+        cases |= {
+            name: case,
+            f"{name} in float32": case | {"kwargs": {"dtype": "float32"}},
+            f"{name} in bfloat16": case | {"kwargs": {"dtype": "bfloat16"}},
+            f"{name}, cast": case | {"edit": _to_float32},
+            f"{name}, cast down": case | {"edit": _to_bfloat16},
+            f"{name}, trained": trained,
+            f"{name}, cast and trained": trained | {"edit": _to_float32},
         }
-    )
+    compare(cases, source=source)
 
 
 # Several keys for one weight.
@@ -510,6 +512,7 @@ def _accepted(directory):
         "low_cpu_mem_usage": True,
         "use_safetensors": True,
         "device_map": None,
+        "max_memory": None,
         "torch_dtype": "bfloat16",
         "weights_only": True,
         "force_download": False,
@@ -518,8 +521,8 @@ def _accepted(directory):
         "proxies": None,
         "revision": "main",
         "output_loading_info": False,
-        "max_memory": None,
         "state_dict": None,
+        "attn_implementation": "eager",
         "use_cache": False,
     }
     return {name: {"directory": directory, "kwargs": {name: names[name]}} for name in names}
@@ -537,8 +540,10 @@ def test_arguments_of_from_pretrained_are_accepted(llama, tmp_path):
     ignore = {"ignore_mismatched_sizes": True}
     mismatched = {"directory": narrow, "kwargs": ignore, "refusal": "ignore_mismatched_sizes"}
     unknown = {"no_such_argument": 1}
+    device = {"directory": llama, "kwargs": {"device_map": "cpu"}, "refusal": "device_map"}
     others = {
         "key_mapping": mapping,
+        "device_map of a device": device,
         "mismatched": mismatched,
         "unknown": {"directory": llama, "kwargs": unknown, "fails_in_stock": True},
     }
@@ -570,7 +575,8 @@ def _timeout(directory, kind):
     """Return the default group's timeout in seconds, after load_model if a directory is given."""
     import datetime
 
-    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+    from accelerate.state import AcceleratorState
     from transformers import TrainingArguments
 
     from hf_fsdp_recipes import load_model
@@ -579,18 +585,28 @@ def _timeout(directory, kind):
     patches.enable_cpu_ranks()
     if directory:
         load_model(directory)
-    if kind == "arguments":
+    timeout = datetime.timedelta(seconds=77)
+    if kind == "arguments on a CPU":
         TrainingArguments(output_dir="unused", ddp_timeout=77, use_cpu=True)
+    elif kind == "arguments":  # what they do without `use_cpu`
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState(cpu=True, timeout=timeout)
     else:
-        timeout = datetime.timedelta(seconds=77)
         Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
     group = torch.distributed.distributed_c10d._get_default_group()
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
-@pytest.mark.parametrize("kind", ["arguments", "accelerator"])
-def test_the_timeout_is_the_asked_one_after_load_model(kind, llama):
-    environment = fsdp_environment(FSDP2)
-    stocks = run_ranks(_timeout, 2, None, kind, environment=environment)
-    assert stocks == [77] * 2
-    assert run_ranks(_timeout, 2, llama, kind, environment=environment) == stocks
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [
+        ("arguments on a CPU", 1800),  # transformers ignores the argument there
+        ("arguments", 77),
+        ("accelerator", 77),
+    ],
+)
+def test_the_timeout_is_stocks_after_load_model(kind, seconds, llama):
+    for directory in (None, llama):
+        environment = fsdp_environment(FSDP2)
+        found = run_ranks(_timeout, 2, directory, kind, environment=environment)
+        assert found == [seconds] * 2
