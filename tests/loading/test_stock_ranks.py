@@ -80,7 +80,21 @@ def stray(llama, sharded, tmp_path):
     sub = _copy(llama, tmp_path / "sub")
     write(other, sub / "model.safetensors")
     _copy(llama, sub / "inner")
-    return {"variant": variant, "index": beside_index, "stale": stale, "sub": sub}
+    named = _copy(llama, tmp_path / "named")
+    write(other, named / "a.safetensors")
+    change_config(named, transformers_weights="a.safetensors")
+    pickled = _copy(llama, tmp_path / "pickled")
+    write(other, pickled / "zz.safetensors")
+    torch.save(load_file(llama / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    return {
+        "variant": variant,
+        "index": beside_index,
+        "stale": stale,
+        "sub": sub,
+        "named": named,
+        "pickled": pickled,
+    }
 
 
 def test_a_stray_file_is_not_loaded(stray):
@@ -94,6 +108,8 @@ def test_a_stray_file_is_not_loaded(stray):
             "a stale index": {"directory": stray["stale"]},
             "a subfolder": {"directory": stray["sub"], "kwargs": {"subfolder": "inner"}},
             "above a subfolder": {"directory": stray["sub"]},
+            "a file that the config names": {"directory": stray["named"]},
+            "pickled": {"directory": stray["pickled"], "refusal": "safetensors"},
         }
     )
 
@@ -114,18 +130,17 @@ def test_an_adapter_beside_a_model_is_loaded_too_or_refused(llama, adapter, tmp_
     compare({"both": {"directory": both, "refusal": "adapter"}, "alone": adapter_alone})
 
 
-def test_an_adapter_is_merged_into_the_weights_that_stock_loads(stray, tmp_path):
+@pytest.mark.parametrize("name", ["variant", "index", "stale", "named"])
+def test_an_adapter_is_merged_into_the_weights_that_stock_loads(name, stray, tmp_path):
     from peft import PeftModel
 
     from hf_fsdp_recipes import export_checkpoint
 
-    for name in ("variant", "index", "stale"):
-        folder = tmp_path / f"merge-{name}"
-        adapt(load(stray[name]), target_modules=["q_proj"]).save_pretrained(folder / "adapter")
-        adapted = PeftModel.from_pretrained(load(stray[name]), folder / "adapter")
-        merge(adapted).save_pretrained(folder / "stock")
-        merged = export_checkpoint(folder / "adapter", folder / "merged", merge_adapter=True)
-        assert_same_tensors(folder / "stock", merged)
+    adapt(load(stray[name]), target_modules=["q_proj"]).save_pretrained(tmp_path / "adapter")
+    adapted = PeftModel.from_pretrained(load(stray[name]), tmp_path / "adapter")
+    merge(adapted).save_pretrained(tmp_path / "stock")
+    merged = export_checkpoint(tmp_path / "adapter", tmp_path / "merged", merge_adapter=True)
+    assert_same_tensors(tmp_path / "stock", merged)
 
 
 # Missing files and tensors.
@@ -174,11 +189,16 @@ COMMITS = {"newest": "1" * 40, "pinned": "2" * 40}
 
 
 @pytest.fixture
-def hub(llama, tmp_path):
+def hub(llama, sharded, tmp_path):
     """Return the folder of a Hub cache with two revisions of org/plain and org/own.
 
-    The revisions differ in their weights, and org/own's also in their code.
+    The revisions differ in their weights, and org/own's also in their code. org/part lacks a shard.
     """
+    part = tmp_path / "hub" / "models--org--part"
+    (part / "refs").mkdir(parents=True)
+    (part / "refs" / "main").write_text(COMMITS["newest"])
+    snapshot = _copy(sharded, part / "snapshots" / COMMITS["newest"])
+    sorted(snapshot.glob("*.safetensors"))[1].unlink()
     for repository in ("plain", "own"):
         folder = tmp_path / "hub" / f"models--org--{repository}"
         (folder / "refs").mkdir(parents=True)
@@ -189,7 +209,7 @@ def hub(llama, tmp_path):
             if name == "pinned":
                 tensors = _other(snapshot)
             if repository == "own":
-                tensors[name] = torch.arange(4.0)
+                tensors |= {"newest": torch.ones(4), "pinned": torch.arange(4.0)}
                 (snapshot / "modeling_own.py").write_text(CODE.replace("NAME", name))
                 change_config(snapshot, auto_map=AUTO_MAP, model_type="own")
             write(tensors, snapshot / "model.safetensors")
@@ -206,6 +226,7 @@ PINNED = {"revision": COMMITS["pinned"]}
         ("org/plain", {}, False),
         ("org/plain", PINNED, False),
         ("org/plain", {"revision": "3" * 40}, True),
+        ("org/part", {}, True),
         ("org/own", TRUSTED, False),
         ("org/own", TRUSTED | PINNED, False),
         ("org/own", TRUSTED | PINNED | {"code_revision": COMMITS["newest"]}, False),
@@ -397,7 +418,6 @@ class Normalized(LlamaForCausalLM):
         super().__init__(config)
         self.normalization = torch.nn.BatchNorm1d(8)
         self.register_buffer("offset", torch.zeros(5))
-        self.register_buffer("scale", torch.full((), 2.0), persistent=False)
         self.post_init()
 
 
@@ -431,7 +451,9 @@ def test_a_buffer_has_the_values_of_the_files(dtype, source, tmp_path):
 # Several keys for one weight.
 
 
-def test_two_keys_of_a_weight_give_it_stocks_value_or_an_error(llama, tiny_model, tmp_path):
+def test_two_keys_of_a_weight_give_it_stocks_value_or_an_error(
+    llama, sharded, tiny_model, tmp_path
+):
     name = "layers.1.mlp.up_proj.weight"
 
     def add_same(tensors):
@@ -446,9 +468,16 @@ def test_two_keys_of_a_weight_give_it_stocks_value_or_an_error(llama, tiny_model
     same = {"directory": change(_copy(llama, tmp_path / "same"), add_same), "refusal": name}
     other = {"directory": change(_copy(llama, tmp_path / "other"), add_other), "refusal": name}
     tied = change(_copy(tiny_model("llama_tied"), tmp_path / "tied"), add_tied)
+    twice = _copy(sharded, tmp_path / "twice")
+    file = sorted(twice.glob("*.safetensors"))[-1]
+    tensors = load_file(file)
+    assert f"model.{name}" not in tensors
+    tensors[f"model.{name}"] = torch.ones(52, 32)
+    write(tensors, file)
     base = {"auto_class": "AutoModel"}
     compare(
         {
+            "in two shards": {"directory": twice, "refusal": name},
             "equal": same,
             "equal, in the base": same | base,
             "different": other,
