@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
 
 from tests.conftest import tiny_config
 from tests.export.cases import adapt, assert_same_tensors, load, merge
@@ -20,26 +20,51 @@ from tests.loading.stock import change, change_config, compare, randomize, write
 from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
 
 LORA = {"r": 2, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+EXPERTS = {
+    "r": 2,
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    "task_type": "CAUSAL_LM",
+}
+PACKED = {
+    "dtype": "float32",
+    "quantization_config": BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_quant_storage=torch.float32,
+    ),
+}
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """Return the directory of a model of three layers, which has random values everywhere."""
-    return _save(_llama(), tmp_path_factory.mktemp("llama"))
+    return _save(_of_three_layers("llama"), tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
     """Return the directory of the same model in several shards, with an index."""
-    directory = _save(_llama(), tmp_path_factory.mktemp("sharded"), max_shard_size="60KB")
+    directory = _save(
+        _of_three_layers("llama"), tmp_path_factory.mktemp("sharded"), max_shard_size="60KB"
+    )
     assert (directory / "model.safetensors.index.json").is_file()
     return directory
 
 
-def _llama():
-    config = tiny_config("llama")
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    """Return the directory of a model of three layers whose experts are stored one by one."""
+    directory = _save(_of_three_layers("qwen3_moe"), tmp_path_factory.mktemp("moe"))
+    assert any(".experts.2.up_proj." in name for name in _other(directory))
+    return directory
+
+
+def _of_three_layers(kind):
+    config = tiny_config(kind)
     config.num_hidden_layers = 3
-    return LlamaForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def _save(model, directory, **options):
@@ -229,6 +254,7 @@ PINNED = {"revision": COMMITS["pinned"]}
         ("org/part", {}, True),
         ("org/own", TRUSTED, False),
         ("org/own", TRUSTED | PINNED, False),
+        ("org/own", TRUSTED | {"code_revision": COMMITS["pinned"]}, False),
         ("org/own", TRUSTED | PINNED | {"code_revision": COMMITS["newest"]}, False),
         ("org/own", PINNED, True),
     ],
@@ -264,9 +290,9 @@ def _deepen_between(model):
 
 def _swap(model):
     first, second, _ = model.model.layers
-    projection = first.mlp.down_proj
-    first.mlp.down_proj = second.mlp.down_proj
-    second.mlp.down_proj = projection
+    projection = first.self_attn.o_proj
+    first.self_attn.o_proj = second.self_attn.o_proj
+    second.self_attn.o_proj = projection
 
 
 EDITS = {
@@ -282,18 +308,21 @@ CHECKPOINTED = {"fsdp_activation_checkpointing": True}
 
 
 @pytest.mark.parametrize(
-    ("lora", "fsdp", "source"),
+    ("model", "lora", "kwargs", "fsdp", "source"),
     [
-        (None, {}, "rank0"),
-        (None, {}, "direct"),
-        (LORA, {}, "rank0"),
-        (None, CHECKPOINTED, "rank0"),
-        (LORA, CHECKPOINTED, "rank0"),
+        ("llama", None, {}, {}, "rank0"),
+        ("llama", None, {}, {}, "direct"),
+        ("llama", LORA, {}, {}, "rank0"),
+        ("llama", None, {}, CHECKPOINTED, "rank0"),
+        ("llama", LORA, {}, CHECKPOINTED, "rank0"),
+        ("llama", LORA, PACKED, {}, "rank0"),
+        ("moe", None, {}, {}, "rank0"),
+        ("moe", EXPERTS, {}, CHECKPOINTED, "rank0"),
     ],
 )
-def test_a_layer_keeps_its_weights_wherever_it_is_moved(lora, fsdp, source, llama):
-    cases = {name: {"directory": llama, "edit": edit, "lora": lora} for name, edit in EDITS.items()}
-    compare(cases, fsdp, source)
+def test_a_layer_keeps_its_weights_wherever_it_is_moved(model, lora, kwargs, fsdp, source, request):
+    case = {"directory": request.getfixturevalue(model), "lora": lora, "kwargs": kwargs}
+    compare({name: case | {"edit": edit} for name, edit in EDITS.items()}, fsdp, source)
 
 
 # Writes to a weight that is not loaded yet.
@@ -490,18 +519,10 @@ def test_two_keys_of_a_weight_give_it_stocks_value_or_an_error(
 # Weights that are converted, under adapters.
 
 
-EXPERTS = {
-    "r": 2,
-    "target_modules": ["q_proj"],
-    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
-    "task_type": "CAUSAL_LM",
-}
+def test_experts_have_stocks_values_under_lora(moe, tmp_path):
+    from transformers import Mxfp4Config
 
-
-def test_experts_have_stocks_values_under_lora(tiny_model, tmp_path):
-    from transformers import BitsAndBytesConfig, Mxfp4Config
-
-    separate = {"directory": tiny_model("qwen3_moe", "bfloat16"), "lora": EXPERTS}
+    separate = {"directory": moe, "lora": EXPERTS}
     mxfp4 = {
         "directory": quantized.make(tmp_path / "mxfp4", "gpt_oss"),
         "stock_kwargs": {"quantization_config": Mxfp4Config(dequantize=True)},
@@ -513,17 +534,11 @@ def test_experts_have_stocks_values_under_lora(tiny_model, tmp_path):
         "auto_class": "AutoModelForImageTextToText",
         "lora": EXPERTS,
     }
-    packing = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_quant_storage=torch.float32,
-    )
-    packed = {"kwargs": {"quantization_config": packing, "dtype": "float32"}}
+    packed = {"kwargs": PACKED}
     compare(
         {
             "stored one by one": separate,
-            "float32": separate | {"kwargs": {"dtype": "float32"}},
+            "bfloat16": separate | {"kwargs": {"dtype": "bfloat16"}},
             "mxfp4": mxfp4,
             "images": with_images,
             "4-bit": separate | packed,
