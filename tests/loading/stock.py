@@ -2,8 +2,8 @@
 
 A case is a dict with the `directory` and, if needed, an `edit` of the loaded model, its
 `auto_class`, settings of `lora` and arguments of from_pretrained (`kwargs`). If ours may refuse
-what stock loads, `refusal` is a pattern of the error's text. `fails_in_stock` is true if stock
-must raise an error.
+what stock loads, `refusal` is a pattern of the error's text; with `must_refuse`, ours must.
+`fails_in_stock` is true if both must raise an error.
 """
 
 import hashlib
@@ -47,6 +47,7 @@ def _problem(
     second: Any,
     refusal: str | None = None,
     fails_in_stock: bool = False,
+    must_refuse: bool = False,
     **unused: Any,
 ) -> str | None:
     """Return what is wrong with a case."""
@@ -60,8 +61,8 @@ def _problem(
         if may_refuse and kind == "LoadError" and re.search(refusal or "", text):
             return None
         return f"{kind}: {text}"
-    if fails_in_stock:
-        return "loads, but stock refuses"
+    if fails_in_stock or must_refuse:
+        return "it loads"
     names = sorted(expected.keys() | first.keys())
     different = [name for name in names if expected.get(name) != first.get(name)]
     if not different:

@@ -171,21 +171,23 @@ def test_an_adapter_is_merged_into_the_weights_that_stock_loads(name, stray, tmp
 # Missing files and tensors.
 
 
-def test_a_missing_shard_or_tensor_is_an_error(llama, sharded, tmp_path):
-    without_shard = _copy(sharded, tmp_path / "without-shard")
-    sorted(without_shard.glob("*.safetensors"))[1].unlink()
-    shard = {"directory": without_shard, "fails_in_stock": True, "refusal": "missing|model-0"}
-    without_tensor = _copy(llama, tmp_path / "without-tensor")
-    change(without_tensor, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    tensor = {"directory": without_tensor, "refusal": "up_proj.weight is missing"}
-    base = {"auto_class": "AutoModel"}
-    classifier = {"auto_class": "AutoModelForSequenceClassification"}
-    compare(
-        {"shard": shard, "shard of the base": shard | base, "shard, new head": shard | classifier}
-    )
+CLASSES = ("AutoModelForCausalLM", "AutoModel", "AutoModelForSequenceClassification")
+
+
+def test_a_missing_shard_is_an_error(sharded, tmp_path):
+    directory = _copy(sharded, tmp_path / "model")
+    sorted(directory.glob("*.safetensors"))[1].unlink()
+    case = {"directory": directory, "fails_in_stock": True, "refusal": "missing|model-0"}
+    compare({name: case | {"auto_class": name} for name in CLASSES})
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "layers.1.mlp.up_proj.weight"])
+def test_a_missing_tensor_is_an_error(name, llama, tmp_path):
+    directory = _copy(llama, tmp_path / "model")
+    change(directory, lambda tensors: tensors.pop(f"model.{name}"))
     # Stock makes up values and warns.
-    names = {"tensor": {}, "tensor of the base": base, "tensor, new head": classifier}
-    compare({name: tensor | options for name, options in names.items()})
+    case = {"directory": directory, "must_refuse": True, "refusal": f"{name} is missing"}
+    compare({name: case | {"auto_class": name} for name in CLASSES})
 
 
 # Code and weights of a revision.
@@ -302,8 +304,6 @@ EDITS = {
     "inserted": _deepen_between,
     "swapped": _swap,
 }
-
-
 CHECKPOINTED = {"fsdp_activation_checkpointing": True}
 
 
