@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.placeholder import NAMES, is_placeholder, shared_nan
+from hf_fsdp_recipes.loading.placeholder import NAMES, shared_nan
 from hf_fsdp_recipes.upstream.accelerate_internals import PRECISIONS, is_initialized
 from hf_fsdp_recipes.upstream.transformers_internals import AutoHfQuantizer, local_torch_dtype
 from hf_fsdp_recipes.weights.values import is_finite
@@ -41,8 +41,9 @@ def pack_weights(
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     quantizer = replace_linears(model, config, dtype)
-    for module in model.modules():
+    for path, module in model.named_modules():
         if isinstance(module, Linear4bit):
+            setattr(module, NAMES, [f"{path}.weight"])
             old: Any = module.weight
             num_bytes = -(-old.numel() // 2)
             shape = (num_bytes // old.quant_storage.itemsize, 1)
@@ -107,7 +108,7 @@ def replace_linears(
 class Layer:
     """Quantizes the weight of one 4-bit layer in a model from `load_model`."""
 
-    module: "Linear4bit"
+    modules: list["Linear4bit"]  # several if the layer has been copied
     dtype: torch.dtype  # of the weight before it is quantized
     options: dict  # arguments of bitsandbytes' `quantize_4bit`
     _scales: Any = None  # on rank 0, from `quantize` to `broadcast_scales`: {name: tensor}
@@ -117,7 +118,7 @@ class Layer:
         from bitsandbytes.functional import quantize_4bit
 
         # transformers sets `source_cls`.
-        if issubclass(self.module.source_cls, Conv1D):  # type: ignore[arg-type]
+        if issubclass(self.modules[0].source_cls, Conv1D):  # type: ignore[arg-type]
             weight = weight.T.contiguous()
         if not is_finite(weight):
             raise LoadError(
@@ -128,12 +129,13 @@ class Layer:
         return packed
 
     def broadcast_scales(self, device: torch.device) -> None:
-        """Send the scales from rank 0 to all ranks, and store them in the layer. Collective."""
+        """Send the scales from rank 0 to all ranks, and store them in the layers. Collective."""
         from bitsandbytes.functional import QuantState
 
         scales = distributed.from_main(self._scales)
         self._scales = None
-        self.module.quant_state = QuantState.from_dict(scales, device=device)
+        for module in self.modules:
+            module.quant_state = QuantState.from_dict(dict(scales), device=device)
 
 
 Layers = dict[str, Layer]  # {name of the weight: layer}
@@ -148,16 +150,13 @@ def find_layers(model: PreTrainedModel, dtype: torch.dtype) -> Layers:
         return {}  # bitsandbytes may not be installed
     from bitsandbytes.nn import Linear4bit
 
-    layers = {}
-    for path, module in model.named_modules():
-        if isinstance(module, Linear4bit):
-            if not is_placeholder(module.weight):
-                raise LoadError(
-                    f"{path} is a copy of a 4-bit layer that is not loaded yet. Copy layers "
-                    "without FSDP, save the model, and train the saved model."
-                )
-            name = getattr(module.weight, NAMES)[0]
-            layers[name] = Layer(module, dtype, quantization_options(module.weight))
+    layers: Layers = {}
+    for module in model.modules():
+        if isinstance(module, Linear4bit) and hasattr(module, NAMES):
+            names = getattr(module, NAMES)
+            setattr(module.weight, NAMES, names)  # bitsandbytes' copies of a weight lose it
+            options = quantization_options(module.weight)
+            layers.setdefault(names[0], Layer([], dtype, options)).modules.append(module)
     return layers
 
 
@@ -165,7 +164,7 @@ def check_storage(layers: Layers, policy: object) -> None:
     """Raise a LoadError if FSDP's mixed precision policy would cast the packed bytes."""
     gathered = getattr(policy, "param_dtype", None)
     for layer in layers.values():
-        stored = layer.module.weight.dtype
+        stored = layer.modules[0].weight.dtype
         if gathered not in (None, stored):
             raise LoadError(
                 f"the 4-bit weights are stored as {stored}, but training computes in {gathered}. "

@@ -143,6 +143,11 @@ def describe_model(
     That is its weight files and config, the arguments that are needed to build it, and its
     generation config.
     """
+    if "code_revision" in kwargs:
+        raise LoadError(
+            "code_revision is not supported: the code is of the same revision as the weights. Use "
+            "from_pretrained."
+        )
     directory, files = find_model(name_or_path, kwargs)
     if (directory / "adapter_config.json").is_file():
         raise LoadError(
@@ -154,9 +159,10 @@ def describe_model(
         generation_config = GenerationConfig.from_pretrained(directory)
     config = deepcopy(kwargs.pop("config", None))
     if not isinstance(config, PreTrainedConfig):  # otherwise, `kwargs` do not change it
-        config, unused = AutoConfig.from_pretrained(
-            config or directory, return_unused_kwargs=True, **kwargs
-        )
+        with explained(LoadError, f"the config of {name_or_path} cannot be used"):
+            config, unused = AutoConfig.from_pretrained(
+                config or directory, return_unused_kwargs=True, **kwargs
+            )
         kwargs = {name: kwargs[name] for name in kwargs if name in unused or name in FOR_BUILDING}
     config.name_or_path = str(directory)  # where the model's own code is
     return files, config, kwargs, generation_config

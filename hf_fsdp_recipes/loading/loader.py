@@ -74,6 +74,8 @@ class Loader:
             # torch takes Accelerate's cpu:0 for another device, so each `to` would copy
             device = torch.device("cpu")
         distributed.set_timeout(getattr(accelerator.init_handler, "timeout", None))
+        layers = find_layers(self.model, self.dtype)
+        check_storage(layers, plugin.mixed_precision_policy)
         broadcast_adapters(model, device)
         untie_frozen(model)
         names_before = names_by_parameter(model)
@@ -83,8 +85,6 @@ class Loader:
             for name in names
             if is_placeholder(parameter)
         }
-        layers = find_layers(self.model, self.dtype)
-        check_storage(layers, plugin.mixed_precision_policy)
         move_to_meta(model)
         if accelerator.mixed_precision != "no" and not layers:
             # Accelerate's own conversion has no effect in version 1.13.
@@ -175,7 +175,7 @@ def broadcast_adapters(model: Module, device: torch.device) -> None:
     """
     for parameter in model.parameters():
         if not is_placeholder(parameter):
-            value = parameter.detach().to(device)
+            value = parameter.detach().to(device).contiguous()
             dist.broadcast(value, 0)
             parameter.data.copy_(value)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
