@@ -155,6 +155,9 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
     name = arguments.model.model_name_or_path or arguments.recipe.config_name
     with explained(f"{name} cannot be built"):
         model = build_model(arguments)
+    adapter = get_peft_config(arguments.model)
+    if adapter:
+        adapter.revision = arguments.model.model_revision  # merging needs it
     with explained("SFTTrainer refuses the recipe or its rows"):
         trainer = SFTTrainer(
             model=model,
@@ -162,7 +165,7 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
             train_dataset=train,
             eval_dataset=evaluation,
             processing_class=tokenizer,
-            peft_config=get_peft_config(arguments.model),
+            peft_config=adapter,
             callbacks=[
                 MetricsCallback(throughput_warmup_steps=arguments.recipe.throughput_warmup_steps),
                 saving,

@@ -33,6 +33,7 @@ from hf_fsdp_recipes.export.steps import Plan, copy_step, plan_in_file_format
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.saving.directory import MANIFEST, list_checkpoints, read_run_id
 from hf_fsdp_recipes.saving.resume import find_damage
+from hf_fsdp_recipes.upstream.torch_internals import checkpoint_name
 from hf_fsdp_recipes.upstream.transformers_internals import (
     names_not_saved,
     remove_tied_weights_from_state_dict,
@@ -97,6 +98,7 @@ def plan_export(
                     f"the adapters {unwrapped.active_adapters} are active, but only one can be "
                     "exported. Activate one with the model's set_adapter."
                 )
+            trained = _find_trained(unwrapped, held)
             if not merge_adapter:
                 return output.plan_adapter(unwrapped, held, dtype)
             base: Any = unwrapped.get_base_model()
@@ -106,8 +108,17 @@ def plan_export(
             if getattr(base, "quantization_method", None) is None:
                 plan = merge.plan_merge(adapted_shell, held, dtype)
             else:
+                adapter = {
+                    name: source
+                    for name, source in held.items()
+                    if name in trained or name not in adapted_shell.base_names
+                }
                 plan = merge.plan_merge_into_files(
-                    adapted_shell, held, base.config.name_or_path, dtype
+                    adapted_shell,
+                    adapter,
+                    base.config.name_or_path,
+                    unwrapped.active_peft_config.revision,
+                    dtype,
                 )
         elif isinstance(unwrapped, PreTrainedModel):
             plan = _plan_full(shells.copy_on_meta(unwrapped), unwrapped, held, dtype)
@@ -156,7 +167,8 @@ def export_checkpoint(
     parsed_dtype = parse_dtype(dtype)
     held, config = _open_checkpoint(checkpoint)
     base = base_model or (config and config.base_model_name_or_path) or checkpoint
-    shell = shells.load_on_meta(base)
+    revision = config.revision if config and not base_model else None
+    shell = shells.load_on_meta(base, revision)
     processor = _find_processor(checkpoint, base)
     if config is None:
         plan = _plan_full(shell, shell, held, parsed_dtype)
@@ -166,7 +178,7 @@ def export_checkpoint(
         if not merge_adapter:
             write = output.plan_adapter(adapted_shell.adapted, held, parsed_dtype)
             return write(output_dir, max_shard_size, processor)
-        plan = merge.plan_merge_into_files(adapted_shell, held, base, parsed_dtype)
+        plan = merge.plan_merge_into_files(adapted_shell, held, base, revision, parsed_dtype)
     return output.write_weights(plan, output_dir, max_shard_size, processor)
 
 
@@ -177,12 +189,28 @@ def parse_dtype(dtype: torch.dtype | str | None) -> OptionalDtype:
     """
     if dtype is None:
         return None
-    parsed = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
-        raise ExportError(
-            f"{dtype!r} is no floating-point dtype. Use float32, bfloat16 or float16."
-        )
+    parsed: Any = getattr(torch, str(dtype).removeprefix("torch."), None)
+    is_known = isinstance(parsed, torch.dtype) and parsed.is_floating_point
+    if not is_known or parsed.itemsize == 1:  # transformers does not load all kinds of float8
+        raise ExportError(f"{dtype!r} cannot be exported. Use float32, bfloat16 or float16.")
     return parsed
+
+
+def _find_trained(model: PeftModel, held: Sources) -> set[str]:
+    """Return the names of trained weights. Raise an ExportError if the adapter lacks one."""
+    trained = {
+        checkpoint_name(model, name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
+    metas = {name: source.meta for name, source in held.items()}
+    lost = sorted(trained - {*shells.match_adapter(model, metas).values()})
+    if lost:
+        raise ExportError(
+            f"{lost[:3]} are trained, but no part of the adapter, so checkpoints and exports would "
+            "lack them. Name their modules in modules_to_save, or freeze them."
+        )
+    return trained
 
 
 def _find_processor(checkpoint: Path, base: PathLike) -> Any:

@@ -55,11 +55,13 @@ def plan_merge_into_files(
     shell: AdaptedShell,
     adapter: Sources,
     base: PathLike,
+    revision: str | None,
     dtype: OptionalDtype,
 ) -> Plan:
     """Return a plan that merges an adapter into the weights of `base`, a directory or Hub id.
 
-    The names in the files are kept.
+    `adapter` has all trained weights, also those of the base model, such as biases. The names in
+    the files are kept.
     """
     start = str(getattr(shell.adapted.active_peft_config, "init_lora_weights", "")).lower()
     # Then the files do not have the weights that the adapter was trained on.
@@ -68,14 +70,18 @@ def plan_merge_into_files(
             f"init_lora_weights={start} changed the base weights. "
             "Merge in training, with export_model."
         )
-    checkpoint = Checkpoint(find_model(str(base), {})[1])
+    checkpoint = Checkpoint(find_model(str(base), {"revision": revision})[1])
     files = from_files(checkpoint)
     stored = checkpoint.match(shell.base)
     sources = {**adapter, **files}
     state = shell.base.state_dict()
+    trained = {}  # {name in the files: key in `adapter`}
     for key, name in shell.base_names.items():
         if name in stored:
             source = files[stored[name]]
+            if key in adapter:
+                trained[stored[name]] = key
+                source = adapter[key]
             if source.meta.shape != state[name].shape:
                 raise ExportError(
                     f"{name} has another shape than in {base}, so the adapter cannot be merged. "
@@ -84,9 +90,10 @@ def plan_merge_into_files(
             sources[key] = source
     steps = _merge_steps(shell, sources, dtype, stored)
     merged = outputs_of(steps)
-    for name, source in files.items():
+    for name in files:
         if name not in merged:
-            steps.append(copy_step(name, name, source, dtype))
+            key = trained.get(name, name)
+            steps.append(copy_step(name, key, sources[key], dtype))
     outputs = outputs_of(steps)
     return Plan(shell.base, steps, sources, {name: outputs[name] for name in files})
 
@@ -102,7 +109,14 @@ def _merge_steps(
     `names` is {name of the base model's parameter: its name in the step's outputs}.
     """
     steps = []
-    for path, layer in _find_layers(shell.adapted.get_base_model()).items():
+    layers = _find_layers(shell.adapted.get_base_model())
+    for pair in find_tied(shell.base).items():
+        if any(name.rpartition(".")[0] in layers for name in pair):
+            raise ExportError(
+                f"{' and '.join(pair)} are tied, and the adapter changes one. "
+                "Export the adapter instead."
+            )
+    for path, layer in layers.items():
         metas = {}
         for name in layer.state_dict():
             key = f"{PREFIX}{path}.{name}"
@@ -115,13 +129,6 @@ def _merge_steps(
         steps.append(_merge_step(path, layer, metas, dtype, names))
     if not steps:
         raise ExportError("PEFT cannot merge an adapter of this type. Leave out merge_adapter.")
-    merged = outputs_of(steps)
-    for name, tied in find_tied(shell.base).items():
-        if names.get(name) in merged or names.get(tied) in merged:
-            raise ExportError(
-                f"{name} and {tied} are tied, and the adapter changes one. "
-                "Export the adapter instead."
-            )
     return steps
 
 

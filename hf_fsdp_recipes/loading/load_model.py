@@ -93,6 +93,7 @@ def prepare_model(
 ) -> PreTrainedModel:
     """Return a model of placeholders, with a loader of its weights. Collective."""
     kwargs = {name: kwargs[name] for name in kwargs if kwargs[name] is not None}
+    revision = kwargs.get("revision")
     dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", "auto"))
     quantization_config = kwargs.pop("quantization_config", None)
     key_mapping = kwargs.pop("key_mapping", None)
@@ -122,7 +123,7 @@ def prepare_model(
     if quantization_config:
         pack_weights(model, quantization_config, dtype)
     insert_placeholders(model)
-    Loader(model, checkpoint, entries, dtype, is_direct).attach()
+    Loader(model, checkpoint, entries, dtype, is_direct, revision).attach()
     return model
 
 

@@ -48,6 +48,7 @@ class Loader:
     entries: Sequence[Entry]
     dtype: torch.dtype  # of 4-bit weights before they are quantized
     is_direct: bool  # whether every rank reads its own rows
+    revision: str | None  # of the model on the Hub
 
     def attach(self) -> None:
         """Become an attribute of the model. Running or saving the model then raises an error."""
@@ -73,6 +74,8 @@ class Loader:
         if device.type == "cpu":
             # torch takes Accelerate's cpu:0 for another device, so each `to` would copy
             device = torch.device("cpu")
+        for config in getattr(model, "peft_config", {}).values():
+            config.revision = config.revision or self.revision  # PEFT does not know it
         distributed.set_timeout(getattr(accelerator.init_handler, "timeout", None))
         layers = find_layers(self.model, self.dtype)
         check_storage(layers, plugin.mixed_precision_policy)

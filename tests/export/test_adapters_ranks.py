@@ -162,7 +162,7 @@ def test_an_adapter_that_peft_computes_when_it_saves_is_refused(kind, tiny_model
 
     config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model = peft.get_peft_model(load(tiny_model("llama")), config)
-    for merge_adapter, error in ((False, "Train without FSDP"), (True, "PEFT cannot merge")):
+    for merge_adapter, error in ((False, "Train without FSDP"), (True, "Train without FSDP")):
         with pytest.raises(ExportError, match=error):
             export_model(model, tmp_path / "export", merge_adapter=merge_adapter)
     assert list(tmp_path.iterdir()) == []
@@ -179,7 +179,52 @@ def test_an_adapter_of_a_resized_model_is_not_merged_into_the_files(tiny_model):
     lora = LoraConfig(target_modules=["q_proj"])
     shell = shells.adapt(shells.copy_on_meta(model), lora, "default")
     with pytest.raises(ExportError, match="has another shape"):
-        merge.plan_merge_into_files(shell, {}, tiny_model("llama"), None)
+        merge.plan_merge_into_files(shell, {}, tiny_model("llama"), None, None)
+
+
+@pytest.mark.parametrize("merge_adapter", [False, True])
+def test_a_weight_that_is_trained_but_in_no_adapter_is_refused(merge_adapter, tiny_model, tmp_path):
+    from hf_fsdp_recipes import export_model
+    from hf_fsdp_recipes.errors import ExportError
+
+    model = adapt(load(tiny_model("llama")), target_modules=["q_proj"])
+    model.base_model.model.model.norm.requires_grad_(True)
+    with pytest.raises(ExportError, match=r"norm.weight.*Name their modules in modules_to_save"):
+        export_model(model, tmp_path / "export", merge_adapter=merge_adapter)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_trained_biases_are_merged_into_files(kind, tiny_model, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
+
+    target = {"llama": "q_proj", "gpt2": "c_attn"}[kind]
+    model = adapt(load(tiny_model(kind)), target_modules=[target], bias="all")
+    change(model, "bias")
+    model.save_pretrained(tmp_path / "adapter")
+    merged = export_checkpoint(tmp_path / "adapter", tmp_path / "merged", merge_adapter=True)
+    merge(model).save_pretrained(tmp_path / "stock")
+    assert_same_tensors(tmp_path / "stock", merged)
+
+
+def test_a_trained_head_that_is_tied_is_not_merged_into_files(tiny_model, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    model = load(tiny_model("llama_tied"))
+    model = adapt(model, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ExportError, match="are tied, and the adapter changes one"):
+        export_checkpoint(tmp_path / "adapter", tmp_path / "merged", merge_adapter=True)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "float33"])
+def test_a_dtype_that_transformers_does_not_load_is_refused(dtype, tiny_model, tmp_path):
+    from hf_fsdp_recipes import export_model
+    from hf_fsdp_recipes.errors import ExportError
+
+    with pytest.raises(ExportError, match=f"'{dtype}' cannot be exported. Use float32"):
+        export_model(load(tiny_model("llama")), tmp_path / "export", dtype=dtype)
 
 
 def _export_zero_rows(directory, folder):
@@ -204,25 +249,28 @@ def test_zero_rows_of_an_adapter_are_exported(tiny_model, tmp_path):
     assert_same_tensors(tiny_model("llama"), tmp_path / "export_merged")
 
 
-def _export_4bit(directory, data, folder):
+def _export_4bit(directory, data, folder, bias):
     """Train an adapter on a 4-bit model. Export it alone, and merged into the base's files."""
     from hf_fsdp_recipes import export_model
 
+    lora = LORA | {"bias": bias}
     trainer = build(
-        str(directory), str(data), str(folder / "run"), lora=LORA, quantization=NF4, steps=2
+        str(directory), str(data), str(folder / "run"), lora=lora, quantization=NF4, steps=2
     )
     trainer.train()
     export_model(trainer.model, folder / "export")
     export_model(trainer.model, folder / "export_merged", merge_adapter=True)
 
 
+@pytest.mark.parametrize("bias", ["none", "all"])
 def test_an_adapter_of_a_4bit_model_is_merged_into_the_unquantized_base(
-    tiny_model, text_file, tmp_path
+    bias, tiny_model, text_file, tmp_path
 ):
     from peft import PeftModel
 
     base = tiny_model("llama_wide", "bfloat16")
-    run_ranks(_export_4bit, 2, base, text_file, tmp_path, environment=fsdp_environment(FSDP2))
+    inputs = (base, text_file, tmp_path, bias)
+    run_ranks(_export_4bit, 2, *inputs, environment=fsdp_environment(FSDP2))
     adapted = PeftModel.from_pretrained(load(base, BF16), tmp_path / "export")
     merge(adapted, BF16).save_pretrained(tmp_path / "stock")
     assert_same_tensors(tmp_path / "stock", tmp_path / "export_merged")

@@ -264,6 +264,32 @@ def test_a_revision_is_that_of_the_code_and_of_the_weights(name, kwargs, fails, 
     compare({name: case})
 
 
+def _revision_of_adapter(hub):
+    from accelerate import Accelerator
+
+    model = stock.load("rank0", "org/plain", hub=hub, kwargs=PINNED)
+    model = adapt(model, target_modules=["q_proj"])
+    model, _ = Accelerator().prepare(model, torch.optim.SGD(model.parameters()))
+    return model.peft_config["default"].revision
+
+
+def test_an_adapter_is_merged_into_the_revision_on_which_it_was_trained(hub, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    from hf_fsdp_recipes import export_checkpoint
+
+    environment = fsdp_environment(FSDP2)
+    revisions = run_ranks(_revision_of_adapter, 2, hub, environment=environment)
+    assert revisions == [PINNED["revision"]] * 2
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub / "hub"))
+    base = AutoModelForCausalLM.from_pretrained("org/plain", **PINNED)
+    model = adapt(base, target_modules=["q_proj"], **PINNED)
+    model.save_pretrained(tmp_path / "adapter")
+    merged = export_checkpoint(tmp_path / "adapter", tmp_path / "merged", merge_adapter=True)
+    merge(model).save_pretrained(tmp_path / "stock")
+    assert_same_tensors(tmp_path / "stock", merged)
+
+
 # Edits of a model that is not loaded yet.
 
 
