@@ -26,14 +26,6 @@ class Job(NamedTuple):
     on_cpu: bool
 
     @property
-    def num_replicas(self) -> int:
-        """Number of copies of the model.
-
-        With hybrid sharding, each node usually has one. Otherwise, there is a single copy.
-        """
-        return int(self.environment.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
-
-    @property
     def is_offloaded(self) -> bool:
         """Whether shards, their gradients and the optimizer's state are in host memory."""
         return self.environment["FSDP_OFFLOAD_PARAMS"] == "true" and not self.on_cpu
