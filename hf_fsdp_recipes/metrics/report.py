@@ -23,23 +23,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# {name of a row: template that the run's summary fills}
-SUMMARY = {
-    "step time, median": "{step_seconds:.3f} s",
-    "throughput, padding excluded": (
-        "{tokens_per_second:,.0f} tokens/s ({tokens_per_second_per_device:,.0f} per rank)"
+# {template of a row's value: name of the row}. A row is left out if a value of it is not known.
+ROWS = {
+    "{step:,} of {max_steps:,}": "steps",
+    "{resumed}": "resumed from step",
+    "{model}": "model",
+    "{num_ranks} x {device}, {dtype}": "ranks",
+    "{num_rows_per_step:,} = {batch_per_device} x {num_ranks} ranks x "
+    "{gradient_accumulation_steps} accumulated": "batch size",
+    "n/a ({no_mfu})": "MFU",
+    "{eval_loss:.4f}": "evaluation loss, last",
+    "{first_loss:.4f}": "training loss, mean of the first {num_averaged} logged steps",
+    "{last_loss:.4f}": "training loss, mean of the last {num_averaged} logged steps",
+    "{step_seconds:.3f} s": "step time, median",
+    "{tokens_per_second:,.0f} tokens/s ({tokens_per_second_per_device:,.0f} per rank)": (
+        "throughput, padding excluded"
     ),
-    "MFU": "{mfu:.1%} of the dense peak",
-    "host memory at optimizer steps, largest rank": "{host_bytes:,.2f} GB",
-    "device memory allocated, peak, largest rank": "{device_peak_bytes:,.2f} GB",
-    "device memory allocated between steps (valley), largest rank": (
-        "{device_valley_bytes:,.2f} GB"
-    ),
-    "device memory reserved, peak, largest rank": "{device_reserved_peak_bytes:,.2f} GB",
+    "{mfu:.1%} of the dense peak": "MFU",
+    "{host_bytes:,.2f} GB": "host memory at optimizer steps, largest rank",
+    "{device_peak_bytes:,.2f} GB": "device memory allocated, peak, largest rank",
+    "{device_valley_bytes:,.2f} GB": "device memory allocated between steps (valley), largest rank",
+    "{device_reserved_peak_bytes:,.2f} GB": "device memory reserved, peak, largest rank",
 }
-# Templates that an entry fills.
-BATCH = "{batch_per_device} x {num_ranks} ranks x {gradient_accumulation_steps} accumulated"
-LOGGED_STEP = "{step:>8} {loss:>10.4f} {step_seconds:>10.3f}"
+LOGGED_STEP = "{step:>8} {loss:>10.4f} {step_seconds:>10.3f}"  # an entry fills it
 # {title of a plot: {name of a value or phase: its label}}
 PLOTS = {
     "Loss, nats per token": {
@@ -98,29 +104,27 @@ def _rows(entries: Entries, starts: Entries, steps: Entries) -> Iterator[tuple[s
     are those of logged steps.
     """
     start = starts[-1]
-    last_step = max(entry.get("step", 0) for entry in entries)
-    yield "steps", f"{last_step:,} of {start['max_steps']:,}"
+    facts = start | summarize(steps)
+    facts["step"] = max(entry.get("step", 0) for entry in entries)
+    facts["num_rows_per_step"] = (
+        start["batch_per_device"] * start["num_ranks"] * start["gradient_accumulation_steps"]
+    )
     resumed = [str(start["from_step"]) for start in starts if start["from_step"]]
     if resumed:
-        yield "resumed from step", ", ".join(resumed)
-    yield "model", start["model"]
-    yield "ranks", "{num_ranks} x {device}, {dtype}".format_map(start)
-    total = start["batch_per_device"] * start["num_ranks"] * start["gradient_accumulation_steps"]
-    yield "batch size", f"{total:,} = {BATCH.format_map(start)}"
-    if "no_mfu" in start:
-        yield "MFU", f"n/a ({start['no_mfu']})"
-    losses = [entry["eval_loss"] for entry in entries if "eval_loss" in entry]
-    if losses:
-        yield "evaluation loss, last", f"{losses[-1]:.4f}"
+        facts["resumed"] = ", ".join(resumed)
+    for entry in entries:
+        with suppress(KeyError):
+            facts["eval_loss"] = entry["eval_loss"]
+    if steps:
+        losses = [step["loss"] for step in steps]
+        facts["num_averaged"] = min(5, len(losses))
+        facts["first_loss"] = mean(losses[:5])
+        facts["last_loss"] = mean(losses[-5:])
+    for template, name in ROWS.items():
+        with suppress(KeyError):
+            yield name.format_map(facts), template.format_map(facts)
     if not steps:
         return
-    losses = [step["loss"] for step in steps]
-    for edge, part in (("first", losses[:5]), ("last", losses[-5:])):
-        yield f"training loss, mean of the {edge} {len(part)} logged steps", f"{mean(part):.4f}"
-    summary = summarize(steps)
-    for name, template in SUMMARY.items():
-        with suppress(KeyError):  # the steps have not measured it
-            yield name, template.format_map(summary)
     seconds = {phase: sum(step["seconds"][phase] for step in steps) for phase in PHASES}
     total = sum(seconds.values())
     for phase, spent in seconds.items():

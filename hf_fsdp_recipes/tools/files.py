@@ -54,14 +54,10 @@ def find_file(kind: Kind, name: str) -> Path:
     """
     directory = shipped_directory(kind)
     relative = name.removeprefix(f"{directory.name}/")
-    for file in (
-        Path(name),
-        Path(f"{name}.yaml"),
-        directory / relative,
-        directory / f"{relative}.yaml",
-    ):
-        if file.is_file():
-            return file
+    for path in (name, directory / relative):
+        for file in (Path(path), Path(f"{path}.yaml")):
+            if file.is_file():
+                return file
     names = [file.stem for file in shipped_files(kind)]
     close = get_close_matches(Path(relative).stem, names, cutoff=0.5) or names
     raise ToolError(f"{name} is neither a file nor a shipped {kind}, such as {', '.join(close)}.")

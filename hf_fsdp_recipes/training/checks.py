@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import whoami
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import RecipeError, explained
 from hf_fsdp_recipes.training.arguments import Arguments
-from hf_fsdp_recipes.training.sharded_optimizer import BITSANDBYTES, SHARDABLE, optimizer_name
+from hf_fsdp_recipes.training.sharded_optimizer import BITSANDBYTES, SHARDABLE
 from hf_fsdp_recipes.upstream.patches import is_fsdp_requested
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _check_training(training: "SFTConfig") -> Iterator[str]:
 def _check_launch(training: "SFTConfig") -> Iterator[str]:
     launched = int(os.getenv("WORLD_SIZE", "1"))
     state_type = os.getenv("FSDP_STATE_DICT_TYPE")
-    optimizer = optimizer_name(training)
+    optimizer: Any = training.optim  # Trainer makes it an enum
     optimizers = SHARDABLE + BITSANDBYTES
     if launched != training.world_size:
         yield (
@@ -121,7 +121,7 @@ def _check_launch(training: "SFTConfig") -> Iterator[str]:
         )
     if is_fsdp_requested() and optimizer not in optimizers:
         yield (
-            f"optim: {optimizer} fails to train, save or resume under FSDP2. "
+            f"optim: {optimizer.value} fails to train, save or resume under FSDP2. "
             f"Use one of {', '.join(optimizers)}."
         )
 

@@ -36,11 +36,6 @@ BITSANDBYTES = (
 )
 
 
-def optimizer_name(args: "TrainingArguments") -> str:
-    """Return the optimizer's name as a string. `args.optim` may be an enum."""
-    return str(getattr(args.optim, "value", args.optim))
-
-
 def sharded_optimizer(
     args: "TrainingArguments",
 ) -> "tuple[type[torch.optim.Optimizer], dict[str, Any]] | None":
@@ -57,7 +52,7 @@ def sharded_optimizer(
     Raises:
         ImportError: bitsandbytes is not installed.
     """
-    if not is_fsdp_requested() or optimizer_name(args) not in BITSANDBYTES:
+    if not is_fsdp_requested() or args.optim not in BITSANDBYTES:
         return None
     from transformers import Trainer
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
-from hf_fsdp_recipes.errors import PatchError, RecipeError
+from hf_fsdp_recipes.errors import RecipeError
 from hf_fsdp_recipes.upstream.torch_internals import check_saving
 from hf_fsdp_recipes.upstream.transformers_internals import check_trainer
 from hf_fsdp_recipes.upstream.versions import patch_error
@@ -61,13 +61,18 @@ class Patch:
         try:
             holder = pkgutil.resolve_name(f"{self.module}:{classes}")
             original = getattr(holder, attribute)
+            found = tuple(inspect.signature(original).parameters)[: len(self.parameters)]
+            if found != self.parameters:
+                raise AttributeError(f"{self.name} has the parameters {', '.join(found)}")
         except (ImportError, AttributeError) as error:
-            raise self._error(str(error)) from error
+            raise patch_error(
+                self.module,
+                f"{error}, so this package cannot replace "
+                f"{self.module}.{self.name}({', '.join(self.parameters)})",
+                self.remains,
+            ) from error
         if hasattr(original, MARK):
             return
-        found = tuple(inspect.signature(original).parameters)[: len(self.parameters)]
-        if found != self.parameters:
-            raise self._error(f"{self.module}.{self.name} has the parameters {', '.join(found)}")
 
         @functools.wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -75,14 +80,6 @@ class Patch:
 
         setattr(replaced, MARK, original)
         setattr(holder, attribute, replaced)
-
-    def _error(self, found: str) -> PatchError:
-        return patch_error(
-            self.module,
-            f"{found}, so this package cannot replace "
-            f"{self.module}.{self.name}({', '.join(self.parameters)})",
-            self.remains,
-        )
 
 
 # Accelerate fills meta parameters only from a full state dict, which needs a full copy of the model

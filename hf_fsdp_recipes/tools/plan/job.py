@@ -12,7 +12,6 @@ from unittest.mock import patch
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_fsdp_recipes.errors import ToolError, explained
-from hf_fsdp_recipes.tools.files import find_file
 from hf_fsdp_recipes.tools.launch import read_launch
 from hf_fsdp_recipes.training.arguments import Arguments, parse_arguments
 from hf_fsdp_recipes.upstream.accelerate_internals import prepare_multi_gpu_env
@@ -25,14 +24,6 @@ class Job(NamedTuple):
     environment: dict[str, str]  # of a rank
     num_ranks: int  # on all nodes
     on_cpu: bool
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of copies of the model.
-
-        With hybrid sharding, each node usually has one. Otherwise, there is a single copy.
-        """
-        return int(self.environment.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
 
     @property
     def is_offloaded(self) -> bool:
@@ -69,10 +60,7 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
         RecipeError: a file does not exist or cannot be read, an option is unknown, or the template
             is not for FSDP2.
     """
-    config = ["--config", str(find_file("recipe", recipe))] if recipe else []
-    launch = read_launch(
-        find_file("template", template), ["--main_process_port=0", *config, *options]
-    )
+    launch = read_launch(template, recipe, ["--main_process_port=0", *options])
     environment = prepare_multi_gpu_env(launch)
     if environment.get("FSDP_VERSION") != "2":
         raise ToolError(

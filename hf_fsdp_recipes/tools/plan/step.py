@@ -15,9 +15,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import ParallelismConfig
 from peft import get_peft_model
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 from trl import get_peft_config
 
@@ -56,23 +56,11 @@ def measure_step(config: PreTrainedConfig, job: Job) -> dict[str, float]:
     Meanwhile, a fake process group exists. The config is changed.
 
     Raises:
-        ToolError: the ranks are no multiple of the replicas, the recipe trains nothing, or PEFT
+        ToolError: the sizes of replicas do not fit the ranks, the recipe trains nothing, or PEFT
             cannot add the adapter.
     """
-    if job.num_ranks % job.num_replicas:
-        raise ToolError(
-            f"{job.num_ranks} ranks cannot hold {job.num_replicas} replicas. Pass another "
-            "--num_processes."
-        )
     dist.init_process_group("fake", rank=0, world_size=job.num_ranks, store=FakeStore())
     try:
-        mesh = dist.init_device_mesh(
-            "cpu",
-            (job.num_replicas, job.num_ranks // job.num_replicas),
-            mesh_dim_names=("replicate", "shard"),
-        )
-        if job.num_replicas == 1:
-            mesh = mesh["shard"]
         with (
             warnings.catch_warnings(action="ignore"),
             patch.dict(os.environ, job.environment),
@@ -80,12 +68,22 @@ def measure_step(config: PreTrainedConfig, job: Job) -> dict[str, float]:
         ):
             for replacement in replacements(job):
                 stack.enter_context(patch.object(*replacement))
+            parallelism = ParallelismConfig()  # from the launcher's variables
+            if parallelism.total_size not in (1, job.num_ranks):
+                raise ToolError(
+                    f"{job.num_ranks} ranks do not fit the sizes of parallelism_config, which need "
+                    f"{parallelism.total_size}. Pass another --num_processes, or other sizes."
+                )
+            one_replica = dist.init_device_mesh(
+                "cpu", (job.num_ranks,), mesh_dim_names=("dp_shard_cp",)
+            )
+            parallelism.device_mesh = parallelism.build_device_mesh("cpu") or one_replica
             model = _build(config, job)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 # torch and Accelerate treat fake tensors like real ones.
                 model.to_empty(device="cpu")
                 model.tie_weights()
-                return _run(_shard(model, mesh, job), job)
+                return _run(_shard(model, parallelism, job), job)
     finally:
         dist.destroy_process_group()
 
@@ -136,7 +134,7 @@ def _trained_parameters(model: nn.Module) -> list:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _shard(model: Any, mesh: DeviceMesh, job: Job) -> Any:
+def _shard(model: Any, parallelism: ParallelismConfig, job: Job) -> Any:
     """Shard the model as `Accelerator.prepare` does."""
     precision = job.environment["ACCELERATE_MIXED_PRECISION"]
     # What would be on the host is not counted.
@@ -147,8 +145,8 @@ def _shard(model: Any, mesh: DeviceMesh, job: Job) -> Any:
         precision = "no"  # adapters of 4-bit models stay in bf16
     accelerator = SimpleNamespace(  # what Accelerate's functions for FSDP2 read of an Accelerator
         state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh=mesh,
-        parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
+        torch_device_mesh=parallelism.device_mesh,
+        parallelism_config=parallelism,
         mixed_precision=precision,
         is_main_process=False,
         device=torch.device("cpu"),
