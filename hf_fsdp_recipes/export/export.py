@@ -101,25 +101,7 @@ def plan_export(
             trained = _find_trained(unwrapped, held)
             if not merge_adapter:
                 return output.plan_adapter(unwrapped, held, dtype)
-            base: Any = unwrapped.get_base_model()
-            adapted_shell = shells.adapt(
-                shells.copy_on_meta(base), unwrapped.active_peft_config, unwrapped.active_adapter
-            )
-            if getattr(base, "quantization_method", None) is None:
-                plan = merge.plan_merge(adapted_shell, held, dtype)
-            else:
-                adapter = {
-                    name: source
-                    for name, source in held.items()
-                    if name in trained or name not in adapted_shell.base_names
-                }
-                plan = merge.plan_merge_into_files(
-                    adapted_shell,
-                    adapter,
-                    base.config.name_or_path,
-                    unwrapped.active_peft_config.revision,
-                    dtype,
-                )
+            plan = _plan_merged(unwrapped, held, trained, dtype)
         elif isinstance(unwrapped, PreTrainedModel):
             plan = _plan_full(shells.copy_on_meta(unwrapped), unwrapped, held, dtype)
         else:
@@ -211,6 +193,27 @@ def _find_trained(model: PeftModel, held: Sources) -> set[str]:
             "lack them. Name their modules in modules_to_save, or freeze them."
         )
     return trained
+
+
+def _plan_merged(
+    model: PeftModel,
+    held: Sources,
+    trained: set[str],
+    dtype: OptionalDtype,
+) -> Plan:
+    """Return a plan that merges the active adapter into the base model."""
+    base: Any = model.get_base_model()
+    config = model.active_peft_config
+    shell = shells.adapt(shells.copy_on_meta(base), config, model.active_adapter)
+    if getattr(base, "quantization_method", None) is None:
+        return merge.plan_merge(shell, held, dtype)
+    adapter = {
+        name: source
+        for name, source in held.items()
+        if name in trained or name not in shell.base_names
+    }
+    name = base.config.name_or_path
+    return merge.plan_merge_into_files(shell, adapter, name, config.revision, dtype)
 
 
 def _find_processor(checkpoint: Path, base: PathLike) -> Any:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.bnb_4bit import check_storage, find_layers
+from hf_fsdp_recipes.loading.bnb_4bit import Layers, check_storage, find_layers
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
 from hf_fsdp_recipes.loading.fill import (
     Reader,
@@ -96,10 +96,24 @@ class Loader:
                     parameter.data = parameter.data.float()
         with mock.patch.object(plugin, "cpu_ram_efficient_loading", False):
             model = shard(accelerator, model)
-        is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         check_tied(model, names_before.values())
+        is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         targets = allocate(model, loaded_names, torch.device("cpu") if is_offloaded else device)
         self._check(targets)
+        self._fill(layers, targets, device)
+        delattr(self.model, LOADER)
+        del self.model.save_pretrained
+        self.guard.remove()
+        train_like_one_process(model)
+        return model
+
+    def _fill(
+        self,
+        layers: Layers,
+        targets: Tensors,
+        device: torch.device,
+    ) -> None:
+        """Fill the shards. `device` is that of the ranks' default group. Collective."""
         read_directly = []
         sent_by_rank0 = []
         for entry in self.entries:
@@ -110,11 +124,6 @@ class Loader:
         fill_directly(self.checkpoint, read_directly, targets)
         fill_from_rank0(Reader(self.checkpoint, layers, targets, device), sent_by_rank0)
         copy_to_replicas(targets)
-        delattr(self.model, LOADER)
-        del self.model.save_pretrained
-        self.guard.remove()
-        train_like_one_process(model)
-        return model
 
     def _check(self, targets: Tensors) -> None:
         """Raise a LoadError if a weight has changed its shape, or has no values."""

@@ -73,7 +73,8 @@ class Placeholder(Parameter):
         placeholders into meta parameters by then.
         """
         named: dict[str, Any] = kwargs or {}
-        own, *others = [*args, *named.values()]
+        inputs = [*args, *named.values()]
+        own = inputs[0]
         run = partial(run_on_plain_tensors, function, types, args, named)
         if not is_placeholder(own):
             return run()
@@ -82,10 +83,10 @@ class Placeholder(Parameter):
         if function in CASTS or (function is Tensor.to and isinstance(args[-1], torch.dtype)):
             raise LoadError(READ_TOO_EARLY)
         if function is Tensor.to:  # `Module.to` passes more after the dtype
-            return one_value(own).to(*others).expand(own.shape)
-        if function == SET_DATA and one_value(others[0]).isnan():
+            return one_value(own).to(*inputs[1:]).expand(own.shape)
+        if function == SET_DATA and one_value(inputs[1]).isnan():
             # It was cast, which may have taken memory.
-            value = shared_nan(own.shape, others[0].dtype)
+            value = shared_nan(own.shape, inputs[1].dtype)
             return run_on_plain_tensors(function, types, (own, value), {})
         if function == SET_DATA or is_in_place(function.__name__):
             delattr(own, NAMES)
