@@ -19,7 +19,11 @@ from hf_fsdp_recipes.errors import ExportError, describe, explained
 from hf_fsdp_recipes.export.files import OptionalDtype
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.saving.resume import check_pickles
-from hf_fsdp_recipes.upstream.torch_internals import TensorStorageMetadata, checkpoint_name
+from hf_fsdp_recipes.upstream.torch_internals import (
+    COMPILED,
+    TensorStorageMetadata,
+    checkpoint_name,
+)
 from hf_fsdp_recipes.weights.rows import gather
 
 
@@ -104,7 +108,7 @@ def from_checkpoint(directory: Path) -> Sources:
         is_weight = not has_top or paths[key][0] == "model"
         if is_weight and isinstance(entry, TensorStorageMetadata):
             # Others save compiled models without torch's own function for names.
-            name = (key.removeprefix("model.") if has_top else key).replace("_orig_mod.", "")
+            name = (key.removeprefix("model.") if has_top else key).replace(COMPILED, "")
             meta = torch.empty(
                 entry.size,
                 dtype=entry.properties.dtype,

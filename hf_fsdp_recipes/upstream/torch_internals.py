@@ -40,6 +40,8 @@ PICKLED_IN_METADATA = {
     "pathlib._local": {"PosixPath"},  # Python 3.13
 }
 
+COMPILED = "_orig_mod."  # what torch.compile adds to the names of tensors
+
 # Makes a parameter of a class without calling the class, which may take other arguments.
 make_parameter = torch.Tensor._make_subclass
 

@@ -202,6 +202,7 @@ def test_torch_adds_known_parts_to_names():
 
     wrapped = torch.compile(torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(2, 2))))
     names = [name for name, _ in wrapped.named_parameters()]
+    assert all(name.startswith(torch_internals.COMPILED) for name in names)
     found = [torch_internals.checkpoint_name(wrapped, name) for name in names]
     assert found == ["0.weight", "0.bias"]
 
