@@ -170,7 +170,7 @@ def test_threads_quantize_a_weight_as_bitsandbytes_does(dtype):
     module = SimpleNamespace(source_cls=torch.nn.Linear)
     weight = torch.randn(300, 512, dtype=torch.bfloat16)
     packed, state = quantize_4bit(weight, **options)
-    layer = bnb_4bit.Layer(module, torch.bfloat16, options)
+    layer = bnb_4bit.Layer([module], torch.bfloat16, options)
     with ThreadPoolExecutor(4) as pool:  # as many as read weights
         for own_packed in pool.map(layer.quantize, [weight] * 8):
             assert torch.equal(own_packed.view(torch.uint8), packed.view(torch.uint8))
