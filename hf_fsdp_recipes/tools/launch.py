@@ -73,23 +73,21 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
     from hf_fsdp_recipes.upstream.patches import HIDDEN_DEVICES
     from hf_fsdp_recipes.upstream.torch_internals import ChildFailedError, SignalException
 
-    launch = parse_launch(accelerate_config, config, context.args)
+    recipe = ["--config", str(find_file("recipe", config))] if config else []
+    template = find_file("template", accelerate_config)
     os.environ.update(PREEMPTION | os.environ)
-    if read_settings(Path(launch.config_file)).get("use_cpu") or parse_flag_from_env(
-        "ACCELERATE_USE_CPU"
-    ):
+    if read_settings(template).get("use_cpu") or parse_flag_from_env("ACCELERATE_USE_CPU"):
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
     try:
-        launch_command(launch)
+        launch_command(parse_launch(template, recipe + context.args))
     except (ChildFailedError, SignalException):
         # The ranks have printed why; torch has logged which rank failed first.
         sys.exit(1)
     except (TypeError, ValueError) as error:
-        refused = REFUSED.format(launch.config_file)
-        raise ToolError(f"{refused}: {describe(error)}") from error
+        raise ToolError(f"{REFUSED.format(template)}: {describe(error)}") from error
 
 
-def read_launch(template: str, recipe: str | None, arguments: Sequence[str]) -> Namespace:
+def read_launch(template: Path, arguments: Sequence[str]) -> Namespace:
     """Return the values with which `accelerate launch` starts the script.
 
     A template's value counts where the arguments have none. Raises a ToolError if `accelerate
@@ -98,15 +96,13 @@ def read_launch(template: str, recipe: str | None, arguments: Sequence[str]) -> 
     from hf_fsdp_recipes.upstream.accelerate_internals import validate_launch_command
 
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it logs notes about launching
-    launch = parse_launch(template, recipe, arguments)
-    with explained(ToolError, REFUSED.format(launch.config_file)):
-        return validate_launch_command(launch)[0]
+    with explained(ToolError, REFUSED.format(template)):
+        return validate_launch_command(parse_launch(template, arguments))[0]
 
 
-def parse_launch(template: str, recipe: str | None, arguments: Sequence[str]) -> Namespace:
+def parse_launch(template: Path, arguments: Sequence[str]) -> Namespace:
     """Return the parsed arguments of `accelerate launch`.
 
-    `config_file` is the template's file.
     `training_script_args` has the script's own arguments. Options of the launcher and of the script
     can be in any order. A value stays with the option before it.
     """
@@ -119,10 +115,8 @@ def parse_launch(template: str, recipe: str | None, arguments: Sequence[str]) ->
         if action.dest not in SHARED_OPTIONS
         for name in action.option_strings
     }
-    for_launcher = ["--config_file", str(find_file("template", template))]
+    for_launcher = ["--config_file", str(template)]
     for_script = [str(shipped_directory("recipe") / "sft.py")]
-    if recipe:
-        for_script += ["--config", str(find_file("recipe", recipe))]
     target = for_script
     for argument in arguments:
         name = argument.partition("=")[0]

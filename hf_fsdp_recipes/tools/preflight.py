@@ -67,8 +67,8 @@ def preflight(
 
     Training arguments are ignored.
     """
-    launch = read_launch(accelerate_config, config, context.args)
-    template = Path(launch.config_file)
+    template = find_file("template", accelerate_config)
+    launch = read_launch(template, context.args)
     if config and not output_dir:
         output_dir = read_settings(find_file("recipe", config)).get("output_dir")
     facts = {

@@ -12,6 +12,7 @@ from unittest.mock import patch
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_fsdp_recipes.errors import ToolError, explained
+from hf_fsdp_recipes.tools.files import find_file
 from hf_fsdp_recipes.tools.launch import read_launch
 from hf_fsdp_recipes.training.arguments import Arguments, parse_arguments
 from hf_fsdp_recipes.upstream.accelerate_internals import prepare_multi_gpu_env
@@ -60,7 +61,10 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
         RecipeError: a file does not exist or cannot be read, an option is unknown, or the template
             is not for FSDP2.
     """
-    launch = read_launch(template, recipe, ["--main_process_port=0", *options])
+    config = ["--config", str(find_file("recipe", recipe))] if recipe else []
+    launch = read_launch(
+        find_file("template", template), ["--main_process_port=0", *config, *options]
+    )
     environment = prepare_multi_gpu_env(launch)
     if environment.get("FSDP_VERSION") != "2":
         raise ToolError(
