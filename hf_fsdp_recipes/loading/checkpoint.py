@@ -52,7 +52,8 @@ class Entry:
     kind: Literal["stored", "converted", "new"]
     names: tuple[str, ...]  # names of the entry's weights in the model
     tensors: TensorsOfWeight  # the entry's tensors in the checkpoint
-    dtype: torch.dtype | None = None  # the stored dtype, if floating-point; else the model's
+    # The dtype in which the model is built, or a smaller one in which the tensor is stored.
+    dtype: torch.dtype | None = None
 
     @property
     def name(self) -> str:
@@ -190,17 +191,27 @@ class Checkpoint:
                 type(model).__name__,
                 some(unexpected),
             )
-        return [self._entry(name, tensors) for name, tensors in tensors_of.items()]
+        return [
+            self._entry(name, tensors, weights[name].dtype) for name, tensors in tensors_of.items()
+        ]
 
-    def _entry(self, name: str, tensors: TensorsOfWeight) -> Entry:
+    def _entry(
+        self,
+        name: str,
+        tensors: TensorsOfWeight,
+        dtype: torch.dtype,
+    ) -> Entry:
         """Return the entry that reads a weight, and the weights that are converted with it."""
         pattern = next(iter(tensors.values()))
         if pattern is None:
             key = next(iter(tensors))
-            return Entry("stored", (name,), {key: None}, self.dtype_of(key))
+            stored = self.dtype_of(key)
+            if stored and stored.itemsize < dtype.itemsize:
+                dtype = stored
+            return Entry("stored", (name,), {key: None}, dtype)
         targets = self._converters[pattern].target_patterns
         names = tuple(name.replace(targets[0], target) for target in targets)
-        return Entry("converted", names, tensors)
+        return Entry("converted", names, tensors, dtype)
 
     def _find_present(self, model: PreTrainedModel, entries: list[Entry]) -> set[str]:
         """Return the names of the weights that the files hold.

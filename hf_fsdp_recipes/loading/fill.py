@@ -172,7 +172,7 @@ def fill_directly(
                     mesh = target.device_mesh
                     own_rank = mesh.get_local_rank(mesh.ndim - 1)
                     rows = divide(rows, range(mesh.shape[-1])).get(own_rank, shard)
-                shard.copy_(rows)
+                shard.copy_(rows.to(entry.dtype))
 
 
 @torch.no_grad()

@@ -185,11 +185,6 @@ def broadcast_adapters(model: Module, device: torch.device) -> None:
     These are parameters such as those of adapters. Raise a LoadError if any value, also of a
     buffer, was computed from a placeholder.
     """
-    for parameter in model.parameters():
-        if not is_placeholder(parameter):
-            value = parameter.detach().to(device).contiguous()
-            dist.broadcast(value, 0)
-            parameter.data.copy_(value)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not is_placeholder(tensor) and tensor.isnan().any():
             raise LoadError(
@@ -197,3 +192,8 @@ def broadcast_adapters(model: Module, device: torch.device) -> None:
                 f"trainable_token_indices or resize_token_embeddings. Use another adapter, "
                 f"or change the model without FSDP, save it, and train the saved model."
             )
+    for parameter in model.parameters():
+        if not is_placeholder(parameter):
+            value = parameter.detach().to(device).contiguous()
+            dist.broadcast(value, 0)
+            parameter.data.copy_(value)

@@ -349,6 +349,18 @@ def test_a_layer_keeps_its_weights_wherever_it_is_moved(model, lora, kwargs, fsd
     compare({name: case | {"edit": edit} for name, edit in EDITS.items()}, fsdp, source)
 
 
+def _cast_up(model):
+    model.to(torch.float32)
+
+
+@pytest.mark.parametrize("source", ["rank0", "direct"])
+@pytest.mark.parametrize("model", ["llama", "moe"])
+def test_a_model_that_is_cast_up_has_the_values_of_its_first_dtype(model, source, request):
+    directory = request.getfixturevalue(model)
+    case = {"directory": directory, "kwargs": {"dtype": "bfloat16"}, "edit": _cast_up}
+    compare({model: case}, source=source)
+
+
 # Writes to a weight that is not loaded yet.
 
 
