@@ -202,6 +202,8 @@ def _plan_merged(
     dtype: OptionalDtype,
 ) -> Plan:
     """Return a plan that merges the active adapter into the base model."""
+    if any(getattr(module, "merged", False) for module in model.modules()):
+        raise ExportError("the adapter is merged already. Call the model's unmerge_adapter first.")
     base: Any = model.get_base_model()
     config = model.active_peft_config
     shell = shells.adapt(shells.copy_on_meta(base), config, model.active_adapter)

@@ -108,6 +108,11 @@ def _merge_steps(
 
     `names` is {name of the base model's parameter: its name in the step's outputs}.
     """
+    if getattr(shell.adapted.active_peft_config, "layer_replication", None):
+        raise ExportError(
+            "an adapter with layer_replication cannot be merged here. Export it alone, and "
+            "merge it with PEFT."
+        )
     steps = []
     layers = _find_layers(shell.adapted.get_base_model())
     for pair in find_tied(shell.base).items():

@@ -33,6 +33,7 @@ def pack_weights(
     model: PreTrainedModel,
     config: BitsAndBytesConfig,
     dtype: torch.dtype,
+    checkpoint: object,
 ) -> None:
     """Replace the linear layers of a meta model with 4-bit layers.
 
@@ -43,7 +44,7 @@ def pack_weights(
     quantizer = replace_linears(model, config, dtype)
     for path, module in model.named_modules():
         if isinstance(module, Linear4bit):
-            setattr(module, NAMES, [f"{path}.weight"])
+            setattr(module, NAMES, (checkpoint, [f"{path}.weight"]))
             old: Any = module.weight
             num_bytes = -(-old.numel() // 2)
             shape = (num_bytes // old.quant_storage.itemsize, 1)
@@ -153,10 +154,10 @@ def find_layers(model: PreTrainedModel, dtype: torch.dtype) -> Layers:
     layers: Layers = {}
     for module in model.modules():
         if isinstance(module, Linear4bit) and hasattr(module, NAMES):
-            names = getattr(module, NAMES)
-            setattr(module.weight, NAMES, names)  # bitsandbytes' copies of a weight lose it
+            identity = getattr(module, NAMES)
+            setattr(module.weight, NAMES, identity)  # bitsandbytes' copies of a weight lose it
             options = quantization_options(module.weight)
-            layers.setdefault(names[0], Layer([], dtype, options)).modules.append(module)
+            layers.setdefault(identity[1][0], Layer([], dtype, options)).modules.append(module)
     return layers
 
 

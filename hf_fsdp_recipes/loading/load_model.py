@@ -121,8 +121,8 @@ def prepare_model(
         model.get_buffer(name).copy_(value)
     set_conversions(model, conversions)
     if quantization_config:
-        pack_weights(model, quantization_config, dtype)
-    insert_placeholders(model)
+        pack_weights(model, quantization_config, dtype, checkpoint)
+    insert_placeholders(model, checkpoint)
     Loader(model, checkpoint, entries, dtype, is_direct, revision).attach()
     return model
 

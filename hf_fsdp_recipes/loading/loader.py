@@ -27,13 +27,13 @@ from hf_fsdp_recipes.loading.fill import (
     fill_from_rank0,
 )
 from hf_fsdp_recipes.loading.placeholder import (
-    NAMES,
     NOT_LOADED,
     OFFLINE,
     Placeholder,
     is_placeholder,
     move_to_meta,
     names_by_parameter,
+    names_in_checkpoint,
 )
 from hf_fsdp_recipes.training.units import train_like_one_process
 from hf_fsdp_recipes.upstream.patches import LOADER
@@ -82,12 +82,7 @@ class Loader:
         broadcast_adapters(model, device)
         untie_frozen(model)
         names_before = names_by_parameter(model)
-        loaded_names = {
-            name: getattr(parameter, NAMES)
-            for parameter, names in names_before.items()
-            for name in names
-            if is_placeholder(parameter)
-        }
+        loaded_names = names_in_checkpoint(model, self.checkpoint)
         move_to_meta(model)
         if accelerator.mixed_precision != "no" and not layers:
             # Accelerate's own conversion has no effect in version 1.13.

@@ -18,6 +18,7 @@ from torch.utils import swap_tensors
 
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.upstream.torch_internals import make_parameter, run_on_plain_tensors
+from hf_fsdp_recipes.upstream.transformers_internals import INITIALIZED
 
 OFFLINE = "Change the model without FSDP, save it, and train the saved model"
 NOT_LOADED = (
@@ -30,7 +31,10 @@ READ_TOO_EARLY = (
     "'olora', or by DoRA. Use plain LoRA. Or, for DoRA: add the adapter without FSDP, save it, and "
     "add the saved one with PeftModel.from_pretrained. To cast the model, pass dtype to load_model."
 )
-NAMES = "_hf_fsdp_names"  # the attribute with a weight's names in the model that was loaded
+# The attribute with a weight's identity: its checkpoint, and its names in the loaded model.
+NAMES = "_hf_fsdp_names"
+SOURCE = "_hf_fsdp_source"
+GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 # Methods that end like those that write to a tensor.
 KEEPS_VALUES = ("requires_grad_", "detach_", "share_memory_")
@@ -82,10 +86,11 @@ class Placeholder(Parameter):
             raise LoadError(NOT_LOADED)
         if function in CASTS or (function is Tensor.to and isinstance(args[-1], torch.dtype)):
             raise LoadError(READ_TOO_EARLY)
+        if function == GET_DATA:
+            return make_data(run(), own)
         if function is Tensor.to:  # `Module.to` passes more after the dtype
-            return one_value(own).to(*inputs[1:]).expand(own.shape)
-        if function == SET_DATA and one_value(inputs[1]).isnan():
-            # It was cast, which may have taken memory.
+            return cast(function, own, inputs[1:])
+        if function == SET_DATA and getattr(inputs[1], SOURCE, None) is getattr(own, NAMES):
             value = shared_nan(own.shape, inputs[1].dtype)
             return run_on_plain_tensors(function, types, (own, value), {})
         if function == SET_DATA or is_in_place(function.__name__):
@@ -93,6 +98,38 @@ class Placeholder(Parameter):
             own.__class__ = Parameter
             own.data = torch.full_like(own, float("nan"))  # what is not written to stays unknown
         return run()
+
+
+class Data(Tensor):
+    """The `data` of a placeholder. It shares the placeholder's value, and takes no memory if cast.
+
+    The attribute SOURCE has the placeholder's identity.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable,
+        types: tuple,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> object:
+        if (function in CASTS or function is Tensor.to) and hasattr(args[0], SOURCE):
+            return cast(function, args[0], [*args[1:], *(kwargs or {}).values()])
+        return run_on_plain_tensors(function, types, args, kwargs or {})
+
+
+def make_data(value: Any, source: Tensor) -> Tensor:
+    """Return a tensor as the data of the placeholder that `source` is, or whose data it is."""
+    data = value.as_subclass(Data)
+    setattr(data, SOURCE, getattr(source, NAMES, None) or getattr(source, SOURCE))
+    return data
+
+
+def cast(function: Callable, source: Tensor, inputs: list) -> Tensor:
+    """Return the data of a placeholder, cast by a method of tensors, without its memory."""
+    value = function(one_value(source), *inputs)
+    return make_data(value.expand(source.shape), source)
 
 
 def is_in_place(name: str) -> bool:
@@ -116,13 +153,17 @@ def is_placeholder(parameter: Tensor) -> bool:
     return hasattr(parameter, NAMES)
 
 
-def insert_placeholders(model: Module) -> None:
-    """Replace a model's meta parameters with placeholders, and give all parameters their names.
+def insert_placeholders(model: Module, checkpoint: object) -> None:
+    """Replace a model's meta parameters with placeholders, and give all parameters their identity.
 
-    As in `from_pretrained`, all of them are trained, even those that the model's class freezes.
+    As in `from_pretrained`, all of them are trained, even those that the model's class freezes, and
+    the model's own methods do not initialize them again.
     """
+    for buffer in model.buffers():
+        setattr(buffer, INITIALIZED, True)
     for parameter, names in names_by_parameter(model).items():
-        setattr(parameter, NAMES, names)  # a tied weight has several
+        setattr(parameter, NAMES, (checkpoint, names))  # a tied weight has several names
+        setattr(parameter, INITIALIZED, True)
         if parameter.is_meta and type(parameter) is Parameter:
             parameter.requires_grad_(parameter.is_floating_point())
             swap_tensors(parameter, Placeholder(parameter))
@@ -133,6 +174,23 @@ def names_by_parameter(model: Module) -> dict[Parameter, list[str]]:
     names: dict[Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
+    return names
+
+
+def names_in_checkpoint(model: Module, checkpoint: object) -> dict[str, list[str]]:
+    """Return {name of a placeholder in a model: its names in the model that was loaded}.
+
+    Raise a LoadError if a placeholder is of another model.
+    """
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_placeholder(parameter):
+            owner, names[name] = getattr(parameter, NAMES)
+            if owner is not checkpoint:
+                raise LoadError(
+                    f"{name} is of another model from load_model. Combine models without FSDP, "
+                    "save the result, and train the saved model."
+                )
     return names
 
 

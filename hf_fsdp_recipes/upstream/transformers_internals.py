@@ -36,6 +36,7 @@ from transformers.quantizers.auto import (
 
 from hf_fsdp_recipes.upstream.versions import check, reads
 
+INITIALIZED = "_is_hf_initialized"  # a tensor's: a model's methods do not initialize it again
 CONVERSIONS = "_weight_conversions"  # a model's: how files were converted; saving reverts it
 ATTENTION = "_attn_implementation"  # a config's: for a message
 GET_OUTPUT_DIR = "_get_output_dir"  # a trainer's: returns the directory of a run's checkpoints

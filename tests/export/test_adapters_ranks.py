@@ -194,6 +194,29 @@ def test_a_weight_that_is_trained_but_in_no_adapter_is_refused(merge_adapter, ti
     assert list(tmp_path.iterdir()) == []
 
 
+def _merge_in_place(model):
+    model.merge_adapter()
+
+
+@pytest.mark.parametrize(
+    ("lora", "prepare", "error"),
+    [
+        ({}, _merge_in_place, "is merged already"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, None, "layer_replication cannot be merged here"),
+    ],
+)
+def test_a_merge_that_would_be_wrong_is_refused(lora, prepare, error, tiny_model, tmp_path):
+    from hf_fsdp_recipes import export_model
+    from hf_fsdp_recipes.errors import ExportError
+
+    model = adapt(load(tiny_model("llama")), target_modules=["q_proj"], **lora)
+    if prepare:
+        prepare(model)
+    with pytest.raises(ExportError, match=error):
+        export_model(model, tmp_path / "export", merge_adapter=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_trained_biases_are_merged_into_files(kind, tiny_model, tmp_path):
     from hf_fsdp_recipes import export_checkpoint

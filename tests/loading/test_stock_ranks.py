@@ -361,6 +361,61 @@ def test_a_model_that_is_cast_up_has_the_values_of_its_first_dtype(model, source
     compare({model: case}, source=source)
 
 
+def _scale_data(model):
+    model.lm_head.weight.data = model.lm_head.weight.data * 2
+
+
+def _take_data_of_another(model):
+    first, second = model.model.layers[:2]
+    first.mlp.up_proj.weight.data = second.mlp.up_proj.weight.data
+
+
+def _cut_data(model):
+    model.lm_head.weight.data = model.lm_head.weight.data[:200]
+
+
+def _cast_data(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32)  # as PEFT does for QLoRA
+
+
+def _initialize_again(model):
+    model.apply(model._init_weights)
+    model.post_init()
+
+
+def test_data_that_is_computed_from_weights_is_refused_and_casts_are_not(llama):
+    computed = {"scaled": _scale_data, "another's": _take_data_of_another, "cut": _cut_data}
+    cases = {
+        name: {"directory": llama, "edit": edit, "refusal": "computed from a weight"}
+        for name, edit in computed.items()
+    }
+    bf16 = {"dtype": "bfloat16"}
+    cases["cast"] = {"directory": llama, "edit": _cast_data, "kwargs": bf16}
+    cases["initialized"] = {"directory": llama, "edit": _initialize_again}
+    compare(cases)
+
+
+def _combine(llama, kwargs):
+    from accelerate import Accelerator
+
+    from hf_fsdp_recipes import load_model
+
+    model = load_model(llama, **kwargs)
+    model.model.layers[0] = load_model(llama, **kwargs).model.layers[0]
+    Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_layer_of_another_model_is_refused(is_packed, llama):
+    environment = fsdp_environment(FSDP2)
+    kwargs = PACKED if is_packed else {}
+    inputs = (_combine, 2, llama, kwargs)
+    errors = run_ranks(*inputs, environment=environment, expect_failure=True)
+    assert {kind for kind, _ in errors} == {"LoadError"}
+    assert all("is of another model from load_model" in text for _, text in errors)
+
+
 # Writes to a weight that is not loaded yet.
 
 
