@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.loading.placeholder import NAMES, shared_nan
+from hf_fsdp_recipes.loading.placeholder import IDENTITY, Identity, shared_nan
 from hf_fsdp_recipes.upstream.accelerate_internals import PRECISIONS, is_initialized
 from hf_fsdp_recipes.upstream.transformers_internals import AutoHfQuantizer, local_torch_dtype
 from hf_fsdp_recipes.weights.values import is_finite
@@ -44,7 +44,7 @@ def pack_weights(
     quantizer = replace_linears(model, config, dtype)
     for path, module in model.named_modules():
         if isinstance(module, Linear4bit):
-            setattr(module, NAMES, (checkpoint, [f"{path}.weight"]))
+            setattr(module, IDENTITY, Identity(checkpoint, [f"{path}.weight"]))
             old: Any = module.weight
             num_bytes = -(-old.numel() // 2)
             shape = (num_bytes // old.quant_storage.itemsize, 1)
@@ -153,11 +153,11 @@ def find_layers(model: PreTrainedModel, dtype: torch.dtype) -> Layers:
 
     layers: Layers = {}
     for module in model.modules():
-        if isinstance(module, Linear4bit) and hasattr(module, NAMES):
-            identity = getattr(module, NAMES)
-            setattr(module.weight, NAMES, identity)  # bitsandbytes' copies of a weight lose it
+        if isinstance(module, Linear4bit) and hasattr(module, IDENTITY):
+            identity = getattr(module, IDENTITY)
+            setattr(module.weight, IDENTITY, identity)  # bitsandbytes' copies of a weight lose it
             options = quantization_options(module.weight)
-            layers.setdefault(identity[1][0], Layer([], dtype, options)).modules.append(module)
+            layers.setdefault(identity.names[0], Layer([], dtype, options)).modules.append(module)
     return layers
 
 

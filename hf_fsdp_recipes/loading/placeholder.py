@@ -3,13 +3,13 @@
 A placeholder has the shape and dtype of its weight, but all its elements share one NaN in host
 memory. Unlike meta tensors, placeholders have a device and distinct addresses, so PEFT, TRL,
 Trainer, optimizers and Accelerate handle them like weights. A placeholder that is written to
-becomes an ordinary weight, which is not loaded. A result computed from a placeholder is NaN, never
-a plausible number.
+becomes an ordinary weight, which is not loaded. Numbers computed from a placeholder are NaN, but a
+comparison or a sort of them has a result that means nothing.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,9 +31,8 @@ READ_TOO_EARLY = (
     "'olora', or by DoRA. Use plain LoRA. Or, for DoRA: add the adapter without FSDP, save it, and "
     "add the saved one with PeftModel.from_pretrained. To cast the model, pass dtype to load_model."
 )
-# The attribute with a weight's identity: its checkpoint, and its names in the loaded model.
-NAMES = "_hf_fsdp_names"
-SOURCE = "_hf_fsdp_source"
+IDENTITY = "_hf_fsdp_identity"  # the attribute of a placeholder with its `Identity`
+SOURCE = "_hf_fsdp_source"  # the attribute of its data with the same
 GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 # Methods that end like those that write to a tensor.
@@ -44,6 +43,13 @@ CASTS = (
     Tensor.half,
     Tensor.bfloat16,
 )
+
+
+class Identity(NamedTuple):
+    """Which weight a placeholder stands for. Its copies share it."""
+
+    checkpoint: object  # the `Checkpoint` with its values
+    names: list[str]  # in the model that was loaded; several if the weight is tied
 
 
 class Placeholder(Parameter):
@@ -90,11 +96,11 @@ class Placeholder(Parameter):
             return make_data(run(), own)
         if function is Tensor.to:  # `Module.to` passes more after the dtype
             return cast(function, own, inputs[1:])
-        if function == SET_DATA and getattr(inputs[1], SOURCE, None) is getattr(own, NAMES):
+        if function == SET_DATA and getattr(inputs[1], SOURCE, None) is getattr(own, IDENTITY):
             value = shared_nan(own.shape, inputs[1].dtype)
             return run_on_plain_tensors(function, types, (own, value), {})
         if function == SET_DATA or is_in_place(function.__name__):
-            delattr(own, NAMES)
+            delattr(own, IDENTITY)
             own.__class__ = Parameter
             own.data = torch.full_like(own, float("nan"))  # what is not written to stays unknown
         return run()
@@ -122,7 +128,7 @@ class Data(Tensor):
 def make_data(value: Any, source: Tensor) -> Tensor:
     """Return a tensor as the data of the placeholder that `source` is, or whose data it is."""
     data = value.as_subclass(Data)
-    setattr(data, SOURCE, getattr(source, NAMES, None) or getattr(source, SOURCE))
+    setattr(data, SOURCE, getattr(source, IDENTITY, None) or getattr(source, SOURCE))
     return data
 
 
@@ -150,7 +156,7 @@ def one_value(placeholder: Tensor) -> Tensor:
 
 def is_placeholder(parameter: Tensor) -> bool:
     """Return whether a parameter is a placeholder. Its class may also be one of bitsandbytes."""
-    return hasattr(parameter, NAMES)
+    return hasattr(parameter, IDENTITY)
 
 
 def insert_placeholders(model: Module, checkpoint: object) -> None:
@@ -162,7 +168,7 @@ def insert_placeholders(model: Module, checkpoint: object) -> None:
     for buffer in model.buffers():
         setattr(buffer, INITIALIZED, True)
     for parameter, names in names_by_parameter(model).items():
-        setattr(parameter, NAMES, (checkpoint, names))  # a tied weight has several names
+        setattr(parameter, IDENTITY, Identity(checkpoint, names))
         setattr(parameter, INITIALIZED, True)
         if parameter.is_meta and type(parameter) is Parameter:
             parameter.requires_grad_(parameter.is_floating_point())
@@ -185,8 +191,9 @@ def names_in_checkpoint(model: Module, checkpoint: object) -> dict[str, list[str
     names = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_placeholder(parameter):
-            owner, names[name] = getattr(parameter, NAMES)
-            if owner is not checkpoint:
+            identity = getattr(parameter, IDENTITY)
+            names[name] = identity.names
+            if identity.checkpoint is not checkpoint:
                 raise LoadError(
                     f"{name} is of another model from load_model. Combine models without FSDP, "
                     "save the result, and train the saved model."
