@@ -44,8 +44,8 @@ def pack_weights(
     quantizer = replace_linears(model, config, dtype)
     for path, module in model.named_modules():
         if isinstance(module, Linear4bit):
-            setattr(module, IDENTITY, Identity(checkpoint, [f"{path}.weight"]))
             old: Any = module.weight
+            setattr(module, IDENTITY, Identity(checkpoint, [f"{path}.weight"], old.dtype))
             num_bytes = -(-old.numel() // 2)
             shape = (num_bytes // old.quant_storage.itemsize, 1)
             module.weight = Params4bit(

@@ -5,7 +5,7 @@ Reads the weights with transformers' own conversions.
 
 import logging
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -52,7 +52,8 @@ class Entry:
     kind: Literal["stored", "converted", "new"]
     names: tuple[str, ...]  # names of the entry's weights in the model
     tensors: TensorsOfWeight  # the entry's tensors in the checkpoint
-    # The dtype in which the model is built, or a smaller one in which the tensor is stored.
+    # The dtype in which values are sent: the narrowest of the file's, that in which the model was
+    # built, and that to which it was cast. None: the parameter's.
     dtype: torch.dtype | None = None
 
     @property
@@ -64,6 +65,11 @@ class Entry:
     def key(self) -> str:
         """The name of the first tensor."""
         return next(iter(self.tensors))
+
+    def narrowed(self, dtype: torch.dtype | None) -> "Entry":
+        """Return this entry with the dtype of its weight, if that is narrower."""
+        is_narrower = self.dtype and dtype and dtype.itemsize < self.dtype.itemsize
+        return replace(self, dtype=dtype) if is_narrower else self
 
 
 @dataclass(eq=False)

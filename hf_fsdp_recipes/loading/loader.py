@@ -31,6 +31,7 @@ from hf_fsdp_recipes.loading.placeholder import (
     OFFLINE,
     Placeholder,
     is_placeholder,
+    make_placeholder,
     move_to_meta,
     names_by_parameter,
     names_in_checkpoint,
@@ -83,6 +84,12 @@ class Loader:
         untie_frozen(model)
         names_before = names_by_parameter(model)
         loaded_names = names_in_checkpoint(model, self.checkpoint)
+        dtypes = {
+            loaded: parameter.dtype
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            for loaded in loaded_names.get(name, ())
+        }
+        entries = [entry.narrowed(dtypes.get(entry.name)) for entry in self.entries]
         move_to_meta(model)
         if accelerator.mixed_precision != "no" and not layers:
             # Accelerate's own conversion has no effect in version 1.13.
@@ -95,7 +102,7 @@ class Loader:
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         targets = allocate(model, loaded_names, torch.device("cpu") if is_offloaded else device)
         self._check(targets)
-        self._fill(layers, targets, device)
+        self._fill(entries, layers, targets, device)
         delattr(self.model, LOADER)
         del self.model.save_pretrained
         self.guard.remove()
@@ -104,6 +111,7 @@ class Loader:
 
     def _fill(
         self,
+        entries: Sequence[Entry],
         layers: Layers,
         targets: Tensors,
         device: torch.device,
@@ -111,7 +119,7 @@ class Loader:
         """Fill the shards. `device` is that of the ranks' default group. Collective."""
         read_directly = []
         sent_by_rank0 = []
-        for entry in self.entries:
+        for entry in entries:
             if self.is_direct and entry.kind == "stored" and entry.name not in layers:
                 read_directly.append(entry)
             else:
@@ -166,7 +174,7 @@ def untie_frozen(model: Module) -> None:
                 and parameter in known
                 and module not in owners
             ):
-                setattr(module, name, Placeholder(parameter))
+                setattr(module, name, make_placeholder(parameter))
             known.add(parameter)
 
 
@@ -177,15 +185,13 @@ def _refuse(*args: object, **kwargs: object) -> None:
 def broadcast_adapters(model: Module, device: torch.device) -> None:
     """Broadcast rank 0's values of all parameters that are not placeholders. Collective.
 
-    These are parameters such as those of adapters. Raise a LoadError if any value, also of a
-    buffer, was computed from a placeholder.
+    These are parameters such as those of adapters. Raise a LoadError if one was a placeholder that
+    has been written to in part, or if a buffer contains NaN.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not is_placeholder(tensor) and tensor.isnan().any():
             raise LoadError(
-                f"{name} was computed from a weight that is not loaded yet, for example by DoRA, "
-                f"trainable_token_indices or resize_token_embeddings. Use another adapter, "
-                f"or change the model without FSDP, save it, and train the saved model."
+                f"{name} contains NaN. If a part of it was changed before it was loaded: {OFFLINE}."
             )
     for parameter in model.parameters():
         if not is_placeholder(parameter):

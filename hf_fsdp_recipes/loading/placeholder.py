@@ -2,12 +2,13 @@
 
 A placeholder has the shape and dtype of its weight, but all its elements share one NaN in host
 memory. Unlike meta tensors, placeholders have a device and distinct addresses, so PEFT, TRL,
-Trainer, optimizers and Accelerate handle them like weights. A placeholder that is written to
-becomes an ordinary weight, which is not loaded. Numbers computed from a placeholder are NaN, but a
-comparison or a sort of them has a result that means nothing.
+Trainer, optimizers and Accelerate handle them like weights. They can be copied, cast, tied, moved
+to other modules and asked for their shape. One that is written to becomes an ordinary weight, which
+is not loaded. Everything that would read values raises a LoadError.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,21 +28,50 @@ NOT_LOADED = (
     "trained, such as a reference model; LoRA needs none."
 )
 READ_TOO_EARLY = (
-    "a weight is read or cast before it is loaded, for example by init_lora_weights='pissa' or "
-    "'olora', or by DoRA. Use plain LoRA. Or, for DoRA: add the adapter without FSDP, save it, and "
-    "add the saved one with PeftModel.from_pretrained. To cast the model, pass dtype to load_model."
+    "a weight is read before it is loaded, which is when the Trainer or Accelerator shards the "
+    "model. init_lora_weights='pissa' or 'olora', DoRA, trainable_token_indices and "
+    "resize_token_embeddings read weights. Use plain LoRA. Or add the adapter without FSDP, save "
+    f"it, and add the saved one with PeftModel.from_pretrained. {OFFLINE}, if it is another change."
 )
 IDENTITY = "_hf_fsdp_identity"  # the attribute of a placeholder with its `Identity`
-SOURCE = "_hf_fsdp_source"  # the attribute of its data with the same
+OWNER = "_hf_fsdp_owner"  # the attribute of a placeholder's `data`: the placeholder
 GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 # Methods that end like those that write to a tensor.
 KEEPS_VALUES = ("requires_grad_", "detach_", "share_memory_")
 CASTS = (
+    Tensor.to,
     Tensor.float,
     Tensor.double,
     Tensor.half,
     Tensor.bfloat16,
+)
+# Functions that use nothing of their later arguments but shape, dtype and device.
+USES_NO_VALUES = (
+    "to",
+    "type_as",
+    "view_as",
+    "expand_as",
+    "reshape_as",
+    "_has_compatible_shallow_copy_type",
+)
+# Functions whose results are no tensors, but have values of tensors.
+READS_VALUES = (
+    "item",
+    "tolist",
+    "numpy",
+    "equal",
+    "allclose",
+    "is_nonzero",
+    "__array__",
+    "__bool__",
+    "__complex__",
+    "__contains__",
+    "__dlpack__",
+    "__float__",
+    "__index__",
+    "__int__",
+    "__reduce_ex__",
 )
 
 
@@ -50,23 +80,19 @@ class Identity(NamedTuple):
 
     checkpoint: object  # the `Checkpoint` with its values
     names: list[str]  # in the model that was loaded; several if the weight is tied
+    dtype: torch.dtype  # as it was loaded
 
 
-class Placeholder(Parameter):
-    """A parameter that takes no memory.
+class Placeholder(Tensor):
+    """A parameter that takes no memory, or a view of one.
 
-    Its copies, such as PEFT's `modules_to_save`, are placeholders too, and have the same names.
+    Copies of parameters, such as PEFT's `modules_to_save`, have the same identity. So has `data`,
+    cast or not. Other views have none.
     """
 
-    def __new__(cls, like: Tensor) -> "Placeholder":
-        """Return a placeholder for a tensor on any device."""
-        placeholder = make_parameter(cls, shared_nan(like.shape, like.dtype), like.requires_grad)
-        placeholder.__dict__.update(like.__dict__)
-        return placeholder
-
-    def __deepcopy__(self, memo: dict) -> "Placeholder":
+    def __deepcopy__(self, memo: dict) -> Tensor:
         """Return another placeholder. Torch's default copy would allocate the full tensor."""
-        return memo.setdefault(id(self), Placeholder(self))
+        return memo.setdefault(id(self), make_placeholder(self))
 
     @classmethod
     def __torch_function__(
@@ -75,67 +101,108 @@ class Placeholder(Parameter):
         types: tuple,
         args: tuple = (),
         kwargs: dict | None = None,
-    ) -> object:
-        """Refuse casts, and refuse to be sharded by anyone but `Loader`. Accept new values.
+    ) -> Any:
+        """Accept what needs no values, and new values. Refuse everything else.
 
-        PiSSA, OLoRA and DoRA cast a weight before they read it, but a placeholder has no values to
-        read. `fully_shard` first asks whether a parameter is contiguous. `Loader` has turned the
-        placeholders into meta parameters by then.
+        `fully_shard` first asks whether a parameter is contiguous. That is refused, so nobody but
+        `Loader` shards a placeholder. `Loader` has turned it into a meta parameter by then.
         """
         named: dict[str, Any] = kwargs or {}
         inputs = [*args, *named.values()]
         own = inputs[0]
-        run = partial(run_on_plain_tensors, function, types, args, named)
-        if not is_placeholder(own):
-            return run()
-        if function is Tensor.is_contiguous:
-            raise LoadError(NOT_LOADED)
-        if function in CASTS or (function is Tensor.to and isinstance(args[-1], torch.dtype)):
-            raise LoadError(READ_TOO_EARLY)
-        if function == GET_DATA:
-            return make_data(run(), own)
-        if function is Tensor.to:  # `Module.to` passes more after the dtype
-            return cast(function, own, inputs[1:])
-        if function == SET_DATA and getattr(inputs[1], SOURCE, None) is getattr(own, IDENTITY):
-            value = shared_nan(own.shape, inputs[1].dtype)
-            return run_on_plain_tensors(function, types, (own, value), {})
-        if function == SET_DATA or is_in_place(function.__name__):
-            delattr(own, IDENTITY)
-            own.__class__ = Parameter
-            own.data = torch.full_like(own, float("nan"))  # what is not written to stays unknown
-        return run()
+        others = inputs[1:]
+        name = function.__name__
+        run = partial(run_on_plain_tensors, function, types)
+        if isinstance(own, Placeholder) and function in CASTS:
+            return cast(own, lambda value: run((value, *args[1:]), named))
+        if any(isinstance(other, Placeholder) for other in others):
+            if function == SET_DATA and is_same(own, others[0]):
+                return run((own, shared_nan(own.shape, others[0].dtype)), {})
+            if name in USES_NO_VALUES:
+                return run(args, named)
+        elif isinstance(own, Placeholder):
+            if function == SET_DATA or is_in_place(name):
+                make_ordinary(own)
+                return run(args, named)
+            if function is Tensor.is_contiguous:
+                raise LoadError(NOT_LOADED)
+            if name not in READS_VALUES:
+                with suppress(torch.linalg.LinAlgError):  # of NaN, which cannot be decomposed
+                    return without_values(run(args, named), own, name)
+        raise LoadError(READ_TOO_EARLY)
 
 
-class Data(Tensor):
-    """The `data` of a placeholder. It shares the placeholder's value, and takes no memory if cast.
+def make_placeholder(like: Tensor) -> Tensor:
+    """Return a placeholder with the shape, dtype and attributes of a tensor on any device."""
+    placeholder: Any = shared_nan(like.shape, like.dtype).as_subclass(Placeholder)
+    if isinstance(like, Parameter):
+        placeholder = Parameter(placeholder, like.requires_grad)
+    placeholder.__dict__.update(like.__dict__)
+    placeholder.__dict__.pop(OWNER, None)
+    return placeholder
 
-    The attribute SOURCE has the placeholder's identity.
+
+def without_values(result: Any, own: Tensor, name: str) -> Any:
+    """Return the result of a function of a placeholder. Raise a LoadError if it was computed.
+
+    Views become placeholders. Factories such as `zeros_like` only use shape, dtype and device.
     """
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable,
-        types: tuple,
-        args: tuple = (),
-        kwargs: dict | None = None,
-    ) -> object:
-        if (function in CASTS or function is Tensor.to) and hasattr(args[0], SOURCE):
-            return cast(function, args[0], [*args[1:], *(kwargs or {}).values()])
-        return run_on_plain_tensors(function, types, args, kwargs or {})
-
-
-def make_data(value: Any, source: Tensor) -> Tensor:
-    """Return a tensor as the data of the placeholder that `source` is, or whose data it is."""
-    data = value.as_subclass(Data)
-    setattr(data, SOURCE, getattr(source, IDENTITY, None) or getattr(source, SOURCE))
-    return data
+    if isinstance(result, (tuple, list)):
+        return type(result)([without_values(part, own, name) for part in result])
+    is_new = name.startswith("new_") or name.endswith("_like")
+    if result is own or is_new or not isinstance(result, Tensor):
+        return result
+    if result.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
+        raise LoadError(READ_TOO_EARLY)
+    view = result.as_subclass(Placeholder)
+    if name in ("__get__", "detach") and result.shape == own.shape and hasattr(own, IDENTITY):
+        setattr(view, IDENTITY, getattr(own, IDENTITY))
+        setattr(view, OWNER, own)
+    return view
 
 
-def cast(function: Callable, source: Tensor, inputs: list) -> Tensor:
-    """Return the data of a placeholder, cast by a method of tensors, without its memory."""
-    value = function(one_value(source), *inputs)
-    return make_data(value.expand(source.shape), source)
+def cast(own: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a placeholder as `convert` casts or moves its value, without its memory."""
+    value = one_value(own)
+    converted = convert(value)
+    if converted is value:
+        return own
+    placeholder = converted.expand(own.shape).as_subclass(Placeholder)
+    if hasattr(own, IDENTITY):
+        setattr(placeholder, IDENTITY, getattr(own, IDENTITY))
+    return placeholder
+
+
+def is_same(own: Any, cast: Any) -> bool:
+    """Return whether a placeholder can get the data of `cast`, which is itself in some dtype.
+
+    It cannot be cast to a dtype that would show what an earlier cast has rounded off.
+    """
+    if not (is_placeholder(own) and is_placeholder(cast)):
+        return False
+    identity = getattr(own, IDENTITY)
+    is_narrower = cast.dtype.itemsize < own.dtype.itemsize
+    may_cast = own.dtype in (identity.dtype, cast.dtype) or is_narrower
+    return getattr(cast, IDENTITY) is identity and may_cast
+
+
+def make_ordinary(own: Any) -> None:
+    """Give a placeholder memory of its own, because it is about to be written to.
+
+    A placeholder's `data` shares this memory. What is not written to stays NaN, which is refused
+    when the model is sharded. Raise a LoadError for other views.
+    """
+    if not hasattr(own, IDENTITY):
+        raise LoadError(f"a part of a weight is changed before it is loaded. {OFFLINE}.")
+    delattr(own, IDENTITY)
+    own.__class__ = Parameter if isinstance(own, Parameter) else Tensor
+    owner = getattr(own, OWNER, None)
+    if owner is None:
+        own.data = torch.full_like(own, float("nan"))
+    else:
+        if hasattr(owner, IDENTITY):
+            make_ordinary(owner)
+        own.data = owner.data
 
 
 def is_in_place(name: str) -> bool:
@@ -151,7 +218,8 @@ def shared_nan(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def one_value(placeholder: Tensor) -> Tensor:
     """Return the value that all elements of a placeholder share, as a tensor without dimensions."""
-    return placeholder.detach().as_strided((), ())
+    plain = run_on_plain_tensors(Tensor.detach, (), (placeholder,), {})
+    return plain.as_strided((), ())
 
 
 def is_placeholder(parameter: Tensor) -> bool:
@@ -168,11 +236,11 @@ def insert_placeholders(model: Module, checkpoint: object) -> None:
     for buffer in model.buffers():
         setattr(buffer, INITIALIZED, True)
     for parameter, names in names_by_parameter(model).items():
-        setattr(parameter, IDENTITY, Identity(checkpoint, names))
+        setattr(parameter, IDENTITY, Identity(checkpoint, names, parameter.dtype))
         setattr(parameter, INITIALIZED, True)
         if parameter.is_meta and type(parameter) is Parameter:
             parameter.requires_grad_(parameter.is_floating_point())
-            swap_tensors(parameter, Placeholder(parameter))
+            swap_tensors(parameter, make_placeholder(parameter))
 
 
 def names_by_parameter(model: Module) -> dict[Parameter, list[str]]:

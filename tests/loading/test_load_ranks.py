@@ -400,7 +400,7 @@ def _save(model):
         ({"prepare": _evaluate}, "not loaded yet"),
         ({"prepare": _save}, "not loaded yet"),
         ({"prepare": _shard_as_trl_shards_a_reference}, "not loaded yet"),
-        ({"prepare": _resize}, "computed from"),
+        ({"prepare": _resize}, "read before it is loaded"),
         ({"lora": LORA | {"init_lora_weights": "pissa"}}, "pissa"),
         pytest.param(
             {"lora": LORA | {"init_lora_weights": "olora"}}, "olora", marks=pytest.mark.slow

@@ -361,41 +361,6 @@ def test_a_model_that_is_cast_up_has_the_values_of_its_first_dtype(model, source
     compare({model: case}, source=source)
 
 
-def _scale_data(model):
-    model.lm_head.weight.data = model.lm_head.weight.data * 2
-
-
-def _take_data_of_another(model):
-    first, second = model.model.layers[:2]
-    first.mlp.up_proj.weight.data = second.mlp.up_proj.weight.data
-
-
-def _cut_data(model):
-    model.lm_head.weight.data = model.lm_head.weight.data[:200]
-
-
-def _cast_data(model):
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.float32)  # as PEFT does for QLoRA
-
-
-def _initialize_again(model):
-    model.apply(model._init_weights)
-    model.post_init()
-
-
-def test_data_that_is_computed_from_weights_is_refused_and_casts_are_not(llama):
-    computed = {"scaled": _scale_data, "another's": _take_data_of_another, "cut": _cut_data}
-    cases = {
-        name: {"directory": llama, "edit": edit, "refusal": "computed from a weight"}
-        for name, edit in computed.items()
-    }
-    bf16 = {"dtype": "bfloat16"}
-    cases["cast"] = {"directory": llama, "edit": _cast_data, "kwargs": bf16}
-    cases["initialized"] = {"directory": llama, "edit": _initialize_again}
-    compare(cases)
-
-
 def _combine(llama, kwargs):
     from accelerate import Accelerator
 
