@@ -28,6 +28,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError, explained
 from hf_fsdp_recipes.export import merge, output, shells, sources
 from hf_fsdp_recipes.export.files import OptionalDtype, PathLike
+from hf_fsdp_recipes.export.quantized import with_originals
 from hf_fsdp_recipes.export.sources import Sources
 from hf_fsdp_recipes.export.steps import Plan, copy_step, plan_in_file_format
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
@@ -205,17 +206,12 @@ def _plan_merged(
     if any(getattr(module, "merged", False) for module in model.modules()):
         raise ExportError("the adapter is merged already. Call the model's unmerge_adapter first.")
     base: Any = model.get_base_model()
-    config = model.active_peft_config
-    shell = shells.adapt(shells.copy_on_meta(base), config, model.active_adapter)
-    if getattr(base, "quantization_method", None) is None:
-        return merge.plan_merge(shell, held, dtype)
-    adapter = {
-        name: source
-        for name, source in held.items()
-        if name in trained or name not in shell.base_names
-    }
-    name = base.config.name_or_path
-    return merge.plan_merge_into_files(shell, adapter, name, config.revision, dtype)
+    shell = shells.adapt(shells.copy_on_meta(base), model.active_peft_config, model.active_adapter)
+    tensors = merge.by_shell_names(model, shell, held)
+    shells.copy_scales(model, shell)
+    if getattr(base, "quantization_method", None) is not None:
+        tensors = with_originals(model, shell, tensors, trained)
+    return merge.plan_merge(shell, tensors, dtype)
 
 
 def _find_processor(checkpoint: Path, base: PathLike) -> Any:

@@ -8,6 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch.nn import Module
 
 from hf_fsdp_recipes.errors import ExportError, explained
@@ -22,10 +23,12 @@ from hf_fsdp_recipes.export.steps import (
     plan_in_file_format,
 )
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
+from hf_fsdp_recipes.upstream.torch_internals import checkpoint_name
 from hf_fsdp_recipes.upstream.transformers_internals import find_tied
 from hf_fsdp_recipes.weights.files import find_model
 
 PREFIX = "base_model.model."  # PEFT's name for the transformers model inside a PeftModel
+BASE_LAYER = ".base_layer."  # PEFT's name for a layer inside an adapter
 # With these values of init_lora_weights, PEFT changes the base weights when it adds the adapter.
 CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
@@ -43,7 +46,10 @@ def plan_merge(
     steps = {
         name: step for step in _merge_steps(shell, sources, dtype, names) for name in step.outputs
     }
+    state = shell.base.state_dict()
     for key, name in shell.base_names.items():
+        if sources[key].meta.shape != state[name].shape:
+            raise ExportError(f"{name} has another shape than the model's config says.")
         steps.setdefault(name, copy_step(name, key, sources[key], dtype))
     ordered = dict.fromkeys(
         steps[name] for name in names if name in steps and name not in find_tied(shell.base)
@@ -63,16 +69,10 @@ def plan_merge_into_files(
     `adapter` has all trained weights, also those of the base model, such as biases. The names in
     the files are kept.
     """
-    start = str(getattr(shell.adapted.active_peft_config, "init_lora_weights", "")).lower()
-    # Then the files do not have the weights that the adapter was trained on.
-    if start.startswith(CHANGES_BASE):
-        raise ExportError(
-            f"init_lora_weights={start} changed the base weights. "
-            "Merge in training, with export_model."
-        )
-    checkpoint = Checkpoint(find_model(str(base), {"revision": revision})[1])
+    check_start(shell)
+    checkpoint = open_base(base, revision, shell)
     files = from_files(checkpoint)
-    stored = checkpoint.match(shell.base)
+    stored = {name: entry.key for name, entry in checkpoint.stored().items()}
     sources = {**adapter, **files}
     state = shell.base.state_dict()
     trained = {}  # {name in the files: key in `adapter`}
@@ -96,6 +96,60 @@ def plan_merge_into_files(
             steps.append(copy_step(name, key, sources[key], dtype))
     outputs = outputs_of(steps)
     return Plan(shell.base, steps, sources, {name: outputs[name] for name in files})
+
+
+def check_start(shell: AdaptedShell) -> None:
+    """Raise an ExportError if the base's files lack the weights on which the adapter was trained.
+
+    PEFT changes them when it adds adapters of some kinds.
+    """
+    start = str(getattr(shell.adapted.active_peft_config, "init_lora_weights", "")).lower()
+    if start.startswith(CHANGES_BASE):
+        raise ExportError(
+            f"init_lora_weights={start} changed the base weights. "
+            "Merge in training, with export_model."
+        )
+
+
+def open_base(
+    base: PathLike,
+    revision: str | None,
+    shell: AdaptedShell,
+) -> Checkpoint:
+    """Return the weights of `base`, a directory or Hub id, for a shell's base model."""
+    checkpoint = Checkpoint(find_model(str(base), {"revision": revision})[1])
+    return checkpoint.match(shell.base)
+
+
+def by_shell_names(
+    model: PeftModel,
+    shell: AdaptedShell,
+    held: Sources,
+) -> Sources:
+    """Return a model's tensors under their names in a shell, which has only the active adapter.
+
+    Layers that have other adapters have other names in the model. Raise an ExportError if the model
+    has other layers than its config says.
+    """
+    expected = shell.adapted.state_dict()
+    base_names = {name.replace(BASE_LAYER, "."): name for name in shell.base_names}
+
+    def shell_name(name: str) -> str | None:
+        return name if name in expected else base_names.get(name.replace(BASE_LAYER, "."))
+
+    sources = {shell_name(name): source for name, source in held.items()}
+    others = model.peft_config.keys() - {model.active_adapter}
+    wrong = list(expected.keys() - sources.keys())
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        own_name = checkpoint_name(model, name)
+        if not shell_name(own_name) and others.isdisjoint(own_name.split(".")):
+            wrong.append(own_name)
+    if wrong:
+        raise ExportError(
+            f"the layers do not fit the model's config: {sorted(wrong)[:3]}. Export the adapter "
+            "alone, or change the config too."
+        )
+    return {name: source for name, source in sources.items() if name}
 
 
 def _merge_steps(

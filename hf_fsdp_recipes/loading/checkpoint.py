@@ -5,7 +5,7 @@ Reads the weights with transformers' own conversions.
 
 import logging
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -68,8 +68,9 @@ class Entry:
 
     def narrowed(self, dtype: torch.dtype | None) -> "Entry":
         """Return this entry with the dtype of its weight, if that is narrower."""
-        is_narrower = self.dtype and dtype and dtype.itemsize < self.dtype.itemsize
-        return replace(self, dtype=dtype) if is_narrower else self
+        if self.dtype and dtype and dtype.itemsize < self.dtype.itemsize:
+            return replace(self, dtype=dtype)
+        return self
 
 
 @dataclass(eq=False)
@@ -79,6 +80,7 @@ class Checkpoint:
     files: list[Path]
     quantizer: HfQuantizer | None = None
     key_mapping: dict[str, str] | None = None  # as in `from_pretrained`
+    entries: list[Entry] = field(default_factory=list)  # of the parameters of the model
 
     def __deepcopy__(self, memo: object) -> "Checkpoint":
         """Return this object itself, so that copies of the model share the open files."""
@@ -157,16 +159,14 @@ class Checkpoint:
         used = [transform for transform in self._transforms if transform.was_used()]
         return of_parameters, buffers, used
 
-    def match(self, model: PreTrainedModel) -> dict[str, str]:
-        """Map the model's weight names to the checkpoint's tensor names.
+    def stored(self) -> dict[str, Entry]:
+        """Return {name of a weight: its entry}, without weights that transformers converts."""
+        return {entry.name: entry for entry in self.entries if entry.kind == "stored"}
 
-        Weights that transformers converts are left out.
-        """
-        return {
-            entry.name: entry.key
-            for entry in self._match_tensors(model, model.state_dict())
-            if entry.kind == "stored"
-        }
+    def match(self, model: PreTrainedModel) -> "Checkpoint":
+        """Find the entries for a model, and return this checkpoint."""
+        self.entries = self._match_tensors(model, model.state_dict())
+        return self
 
     def _match_tensors(self, model: PreTrainedModel, weights: Weights) -> list[Entry]:
         """Return the entries for the weights that the checkpoint has."""

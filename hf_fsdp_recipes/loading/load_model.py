@@ -116,14 +116,15 @@ def prepare_model(
     model.config.name_or_path = name_or_path
     if generation_config:
         model.generation_config = generation_config
-    entries, buffers, conversions = distributed.run_on_main(lambda: checkpoint.plan(model))
+    planned = distributed.run_on_main(lambda: checkpoint.plan(model))
+    checkpoint.entries, buffers, conversions = planned
     for name, value in buffers.items():
         model.get_buffer(name).copy_(value)
     set_conversions(model, conversions)
     if quantization_config:
         pack_weights(model, quantization_config, dtype, checkpoint)
     insert_placeholders(model, checkpoint)
-    Loader(model, checkpoint, entries, dtype, is_direct, revision).attach()
+    Loader(model, checkpoint, dtype, is_direct, revision).attach()
     return model
 
 

@@ -46,7 +46,6 @@ class Loader:
 
     model: PreTrainedModel
     checkpoint: Checkpoint
-    entries: Sequence[Entry]
     dtype: torch.dtype  # of 4-bit weights before they are quantized
     is_direct: bool  # whether every rank reads its own rows
     revision: str | None  # of the model on the Hub
@@ -89,7 +88,7 @@ class Loader:
             for name, parameter in model.named_parameters(remove_duplicate=False)
             for loaded in loaded_names.get(name, ())
         }
-        entries = [entry.narrowed(dtypes.get(entry.name)) for entry in self.entries]
+        entries = [entry.narrowed(dtypes.get(entry.name)) for entry in self.checkpoint.entries]
         move_to_meta(model)
         if accelerator.mixed_precision != "no" and not layers:
             # Accelerate's own conversion has no effect in version 1.13.
@@ -130,7 +129,7 @@ class Loader:
 
     def _check(self, targets: Tensors) -> None:
         """Raise a LoadError if a weight has changed its shape, or has no values."""
-        read = {name for entry in self.entries for name in entry.names}
+        read = {name for entry in self.checkpoint.entries for name in entry.names}
         filled = {target for name in read for target in targets.get(name, ())}
         for name, tensors in targets.items():
             if self.shapes.get(name, tensors[0].shape) != tensors[0].shape:
