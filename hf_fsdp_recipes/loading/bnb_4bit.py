@@ -155,6 +155,11 @@ def find_layers(model: PreTrainedModel, dtype: torch.dtype) -> Layers:
     for module in model.modules():
         if isinstance(module, Linear4bit) and hasattr(module, IDENTITY):
             identity = getattr(module, IDENTITY)
+            if getattr(module.weight, IDENTITY, identity).names != identity.names:
+                raise LoadError(
+                    f"{identity.names[0]} was replaced by another 4-bit weight. Replace the layers "
+                    "instead of the weights."
+                )
             setattr(module.weight, IDENTITY, identity)  # bitsandbytes' copies of a weight lose it
             options = quantization_options(module.weight)
             layers.setdefault(identity.names[0], Layer([], dtype, options)).modules.append(module)

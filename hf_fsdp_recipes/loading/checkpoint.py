@@ -95,8 +95,9 @@ class Checkpoint:
         return open_files(self.files)
 
     def first_dtype(self) -> torch.dtype:
-        """Return the dtype of the first floating-point tensor, or float32 if there is none."""
-        return next(filter(None, map(self.dtype_of, self.file_of)), torch.float32)
+        """Return the dtype of the first file's first floating-point tensor by name, or float32."""
+        names = sorted(open_files(self.files[:1]))
+        return next(filter(None, map(self.dtype_of, names)), torch.float32)
 
     def dtype_of(self, key: str) -> torch.dtype | None:
         """Return the dtype of a tensor in which a model can be built, or None."""

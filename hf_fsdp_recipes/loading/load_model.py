@@ -102,15 +102,17 @@ def prepare_model(
     if kwargs.get("trust_remote_code"):
         # The classes in a model's own code cannot be sent.
         with distributed.agreed():
-            found = describe_model(name_or_path, kwargs)
+            found = describe_model(name_or_path, kwargs, distributed.is_main())
     else:
-        found = distributed.run_on_main(lambda: describe_model(name_or_path, kwargs))
+        found = distributed.run_on_main(lambda: describe_model(name_or_path, kwargs, True))
     files, config, building_arguments, generation_config = found
+    files = distributed.from_main(files)
     checkpoint = Checkpoint(files, take_quantizer(config), key_mapping)
     if dtype == "auto":
         dtype = config.dtype or distributed.run_on_main(checkpoint.first_dtype)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
+    dtype = getattr(torch, str(dtype).removeprefix("torch."), dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise LoadError(f"dtype={dtype!r} is not supported. Use 'auto' or one such as 'bfloat16'.")
     model = build_on_meta(config, dtype, auto_class, building_arguments)
     model.name_or_path = name_or_path
     model.config.name_or_path = name_or_path
@@ -138,19 +140,21 @@ def check_fsdp_version() -> None:
 
 
 def describe_model(
-    name_or_path: str, kwargs: Arguments
+    name_or_path: str,
+    kwargs: Arguments,
+    has_weights: bool,
 ) -> tuple[list[Path], PreTrainedConfig, Arguments, GenerationConfig | None]:
     """Return what the files of a model say about it, except for its weights.
 
-    That is its weight files and config, the arguments that are needed to build it, and its
-    generation config.
+    That is its weight files (if `has_weights`) and config, the arguments that are needed to build
+    it, and its generation config.
     """
     if "code_revision" in kwargs:
         raise LoadError(
             "code_revision is not supported: the code is of the same revision as the weights. Use "
             "from_pretrained."
         )
-    directory, files = find_model(name_or_path, kwargs)
+    directory, files = find_model(name_or_path, kwargs, has_weights)
     if (directory / "adapter_config.json").is_file():
         raise LoadError(
             f"{name_or_path} holds an adapter, which load_model does not add. Load the base model "
@@ -218,5 +222,6 @@ def build_on_meta(
         for name, tensor in model.state_dict(keep_vars=True).items():
             if re.search(pattern.replace("*", ".*"), name):
                 tensor.data = tensor.data.to(kept_dtype)
-    keep_present_units(model)
+    with explained(LoadError, f"Accelerate cannot shard {type(model).__name__} (use DDP)"):
+        keep_present_units(model)
     return model.eval()

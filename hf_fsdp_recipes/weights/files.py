@@ -24,18 +24,22 @@ HUB_PATTERNS = [
     "*.jinja",
     "*.py",
 ]
-HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 # {dtype: its name in safetensors files}
 DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 DTYPE_NAMES[torch.complex64] = "C64"
 
 
-def find_model(name_or_path: str, arguments: dict[str, Any]) -> tuple[Path, list[Path]]:
+def find_model(
+    name_or_path: str,
+    arguments: dict[str, Any],
+    has_weights: bool = True,
+) -> tuple[Path, list[Path]]:
     """Return a model's local directory and its weight files. What is on the Hub is downloaded.
 
-    These are the files that `from_pretrained` reads, and no others. The arguments that say where
-    they are, as those of `from_pretrained`, are removed from `arguments`.
+    These are the files that `from_pretrained` reads, and no others; none unless `has_weights`. The
+    arguments that say where they are, as those of `from_pretrained`, are removed from `arguments`.
     """
     where = {name: arguments.pop(name) for name in HUB_ARGUMENTS if name in arguments}
     subfolder = arguments.pop("subfolder", "")
@@ -48,6 +52,8 @@ def find_model(name_or_path: str, arguments: dict[str, Any]) -> tuple[Path, list
             directory = Path(snapshot_download(name_or_path, allow_patterns=HUB_PATTERNS, **where))
         where["revision"] = directory.name  # so that the weights are those of the same commit
     directory /= subfolder
+    if not has_weights:
+        return directory, []
     file_in_config = None
     with suppress(OSError):
         settings, _ = PreTrainedConfig.get_config_dict(directory)
