@@ -161,7 +161,8 @@ def export_checkpoint(
         if not merge_adapter:
             write = output.plan_adapter(adapted_shell.adapted, held, parsed_dtype)
             return write(output_dir, max_shard_size, processor)
-        plan = merge.plan_merge_into_files(adapted_shell, held, base, revision, parsed_dtype)
+        _, weights = merge.from_base(base, revision, adapted_shell)
+        plan = merge.plan_merge(adapted_shell, {**weights, **held}, parsed_dtype)
     return output.write_weights(plan, output_dir, max_shard_size, processor)
 
 

@@ -3,7 +3,6 @@
 PEFT's own code merges full tensors in float32.
 """
 
-from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -14,12 +13,11 @@ from torch.nn import Module
 from hf_fsdp_recipes.errors import ExportError, explained
 from hf_fsdp_recipes.export.files import OptionalDtype, PathLike, Tensors
 from hf_fsdp_recipes.export.shells import AdaptedShell
-from hf_fsdp_recipes.export.sources import Sources, from_files, on_meta
+from hf_fsdp_recipes.export.sources import Sources, from_weights, on_meta
 from hf_fsdp_recipes.export.steps import (
     Plan,
     Step,
     copy_step,
-    outputs_of,
     plan_in_file_format,
 )
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
@@ -42,66 +40,26 @@ def plan_merge(
 
     `sources` has all tensors of the model with the adapter.
     """
-    names = {name: name for name in shell.base.state_dict()}
-    steps = {
-        name: step for step in _merge_steps(shell, sources, dtype, names) for name in step.outputs
-    }
     state = shell.base.state_dict()
+    steps = {name: step for step in _merge_steps(shell, sources, dtype) for name in step.outputs}
     for key, name in shell.base_names.items():
         if sources[key].meta.shape != state[name].shape:
             raise ExportError(f"{name} has another shape than the model's config says.")
         steps.setdefault(name, copy_step(name, key, sources[key], dtype))
     ordered = dict.fromkeys(
-        steps[name] for name in names if name in steps and name not in find_tied(shell.base)
+        steps[name] for name in state if name in steps and name not in find_tied(shell.base)
     )
     return plan_in_file_format(shell.base, list(ordered), sources)
 
 
-def plan_merge_into_files(
-    shell: AdaptedShell,
-    adapter: Sources,
+def from_base(
     base: PathLike,
     revision: str | None,
-    dtype: OptionalDtype,
-) -> Plan:
-    """Return a plan that merges an adapter into the weights of `base`, a directory or Hub id.
+    shell: AdaptedShell,
+) -> tuple[Checkpoint, Sources]:
+    """Return the weights of `base`, a directory or Hub id, by their names in the adapted shell.
 
-    `adapter` has all trained weights, also those of the base model, such as biases. The names in
-    the files are kept.
-    """
-    check_start(shell)
-    checkpoint = open_base(base, revision, shell)
-    files = from_files(checkpoint)
-    stored = {name: entry.key for name, entry in checkpoint.stored().items()}
-    sources = {**adapter, **files}
-    state = shell.base.state_dict()
-    trained = {}  # {name in the files: key in `adapter`}
-    for key, name in shell.base_names.items():
-        if name in stored:
-            source = files[stored[name]]
-            if key in adapter:
-                trained[stored[name]] = key
-                source = adapter[key]
-            if source.meta.shape != state[name].shape:
-                raise ExportError(
-                    f"{name} has another shape than in {base}, so the adapter cannot be merged. "
-                    "Save the resized model first and train that, or export the adapter only."
-                )
-            sources[key] = source
-    steps = _merge_steps(shell, sources, dtype, stored)
-    merged = outputs_of(steps)
-    for name in files:
-        if name not in merged:
-            key = trained.get(name, name)
-            steps.append(copy_step(name, key, sources[key], dtype))
-    outputs = outputs_of(steps)
-    return Plan(shell.base, steps, sources, {name: outputs[name] for name in files})
-
-
-def check_start(shell: AdaptedShell) -> None:
-    """Raise an ExportError if the base's files lack the weights on which the adapter was trained.
-
-    PEFT changes them when it adds adapters of some kinds.
+    Raise an ExportError if the adapter was trained on other weights.
     """
     start = str(getattr(shell.adapted.active_peft_config, "init_lora_weights", "")).lower()
     if start.startswith(CHANGES_BASE):
@@ -109,16 +67,9 @@ def check_start(shell: AdaptedShell) -> None:
             f"init_lora_weights={start} changed the base weights. "
             "Merge in training, with export_model."
         )
-
-
-def open_base(
-    base: PathLike,
-    revision: str | None,
-    shell: AdaptedShell,
-) -> Checkpoint:
-    """Return the weights of `base`, a directory or Hub id, for a shell's base model."""
     checkpoint = Checkpoint(find_model(str(base), {"revision": revision})[1])
-    return checkpoint.match(shell.base)
+    weights = from_weights(checkpoint, shell.base)
+    return checkpoint, {key: weights[name] for key, name in shell.base_names.items()}
 
 
 def by_shell_names(
@@ -156,12 +107,8 @@ def _merge_steps(
     shell: AdaptedShell,
     sources: Sources,
     dtype: OptionalDtype,
-    names: Mapping[str, str],
 ) -> list[Step]:
-    """Return one step for each layer that the adapter changes.
-
-    `names` is {name of the base model's parameter: its name in the step's outputs}.
-    """
+    """Return one step for each layer that the adapter changes."""
     if getattr(shell.adapted.active_peft_config, "layer_replication", None):
         raise ExportError(
             "an adapter with layer_replication cannot be merged here. Export it alone, and "
@@ -176,16 +123,8 @@ def _merge_steps(
                 "Export the adapter instead."
             )
     for path, layer in layers.items():
-        metas = {}
-        for name in layer.state_dict():
-            key = f"{PREFIX}{path}.{name}"
-            if key not in sources:
-                raise ExportError(
-                    f"{key} is not one tensor of the base model. If its files hold it in several "
-                    "tensors, such as experts, merge in training, with export_model."
-                )
-            metas[name] = sources[key].meta
-        steps.append(_merge_step(path, layer, metas, dtype, names))
+        metas = {name: sources[f"{PREFIX}{path}.{name}"].meta for name in layer.state_dict()}
+        steps.append(_merge_step(path, layer, metas, dtype))
     if not steps:
         raise ExportError("PEFT cannot merge an adapter of this type. Leave out merge_adapter.")
     return steps
@@ -210,7 +149,6 @@ def _merge_step(
     layer: Module,
     metas: Tensors,
     dtype: OptionalDtype,
-    names: Mapping[str, str],
 ) -> Step:
     """Return the step of one layer. `metas` is the layer's state dict on meta."""
     prefix = f"{PREFIX}{path}."
@@ -222,7 +160,7 @@ def _merge_step(
     def merge(state: Tensors) -> Tensors:
         with explained(ExportError, problem):
             merged = _merge(deepcopy(layer), state)
-        return {names[f"{path}.{name}"]: value for name, value in merged.items()}
+        return {f"{path}.{name}": value for name, value in merged.items()}
 
     def merge_in_float32(tensors: Tensors) -> Tensors:
         # The adapter may be on an accelerator while base weights from files are on the CPU.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError
-from hf_fsdp_recipes.export.merge import check_start, open_base
+from hf_fsdp_recipes.export.merge import from_base
 from hf_fsdp_recipes.export.shells import AdaptedShell
 from hf_fsdp_recipes.export.sources import Source, Sources, on_meta
 from hf_fsdp_recipes.loading.bnb_4bit import Layer
@@ -29,7 +29,6 @@ def with_originals(
     `held` has the model's own tensors, and `trained` the names of those that are trained. Others
     get the dtype in which they were loaded, because preparing a model for QLoRA casts them.
     """
-    check_start(shell)
     layers: dict[str, Any] = {}  # {name of a 4-bit weight: its layer}
     for key in shell.base_names:
         path, _, attribute = key.rpartition(".")
@@ -45,9 +44,9 @@ def with_originals(
     if identity:
         checkpoint = identity.checkpoint
     else:
-        revision = model.active_peft_config.revision
-        checkpoint = open_base(str(shell.base.name_or_path), revision, shell)
-    entries = checkpoint.stored()
+        base = str(shell.base.name_or_path)
+        checkpoint, _ = from_base(base, model.active_peft_config.revision, shell)
+    entries = {name: entry for entry in checkpoint.entries for name in entry.names}
     shapes = shell.base.state_dict()
     sources = dict(held)
     for key, name in shell.base_names.items():
@@ -55,10 +54,10 @@ def with_originals(
         loaded_name = identity.names[0] if identity else name
         entry = entries.get(loaded_name)
         if key in layers:
-            if entry is None:
+            if entry is None or entry.kind != "stored":
                 raise ExportError(
                     f"{checkpoint} holds {loaded_name} in several tensors or not at all. Export "
-                    "the adapter, and merge it with PEFT."
+                    "the adapter, and merge it with `hf-fsdp export --merge-adapter`."
                 )
             meta = on_meta(shapes[name], entry.dtype)
             read = partial(_read_original, checkpoint, entry, layers[key], held[key])
@@ -81,7 +80,7 @@ def _read_original(
     held = packed.read(rank)
     if held is None or distributed.rank() != rank:
         return None
-    value = checkpoint.slice_of(entry.key)[...].to(entry.dtype)
+    value = checkpoint.read(entry)[entry.name].to(entry.dtype)
     state = layer.quant_state or layer.weight.quant_state
     options = {
         "blocksize": state.blocksize,

@@ -13,17 +13,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from transformers import PreTrainedModel
 
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError, describe, explained
 from hf_fsdp_recipes.export.files import OptionalDtype
-from hf_fsdp_recipes.loading.checkpoint import Checkpoint
+from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
 from hf_fsdp_recipes.saving.resume import check_pickles
 from hf_fsdp_recipes.upstream.torch_internals import (
     COMPILED,
     TensorStorageMetadata,
     checkpoint_name,
 )
+from hf_fsdp_recipes.upstream.transformers_internals import find_tied, set_conversions
 from hf_fsdp_recipes.weights.rows import gather
 
 
@@ -71,6 +73,19 @@ def from_model(model: Module, dtype: OptionalDtype = None) -> Sources:
     return sources
 
 
+def _read_buffer(value: Tensor, _: int) -> Tensor:
+    return value
+
+
+def _read_weight(
+    checkpoint: Checkpoint,
+    entry: Entry,
+    name: str,
+    _: int,
+) -> Tensor:
+    return checkpoint.read(entry)[name]
+
+
 def _read_tensor(
     reader: dcp.FileSystemReader,
     key: str,
@@ -115,6 +130,29 @@ def from_checkpoint(directory: Path) -> Sources:
                 device="meta",
             )
             sources[name] = Source(meta, partial(_read_tensor, reader, key, meta))
+    return sources
+
+
+def from_weights(checkpoint: Checkpoint, model: PreTrainedModel) -> Sources:
+    """Return the weights of a meta model, as `from_pretrained` makes them from a checkpoint.
+
+    They have the dtypes of the files. Exports then have the files' format.
+    """
+    checkpoint.entries, buffers, conversions = checkpoint.plan(model)
+    set_conversions(model, conversions)
+    state = model.state_dict()
+    sources = {
+        name: Source(on_meta(value, None), partial(_read_buffer, value))
+        for name, value in buffers.items()
+    }
+    for entry in checkpoint.entries:
+        for name in entry.names:
+            meta = on_meta(state[name], entry.dtype)
+            sources[name] = Source(meta, partial(_read_weight, checkpoint, entry, name))
+    for pair in find_tied(model).items():
+        for name, other in (pair, reversed(pair)):
+            if other in sources:
+                sources.setdefault(name, sources[other])
     return sources
 
 

@@ -113,7 +113,7 @@ class Checkpoint:
     def plan(
         self, model: PreTrainedModel
     ) -> tuple[list[Entry], Weights, list[WeightTransform] | None]:
-        """Plan the loading of a model on meta. Rank 0 only.
+        """Plan the loading of a model on meta, on the rank that reads.
 
         Return the entries of its parameters, in file order, the values of its buffers, and the
         conversions that `save_pretrained` must revert. As in `from_pretrained`, the weights of a
@@ -160,15 +160,6 @@ class Checkpoint:
         used = [transform for transform in self._transforms if transform.was_used()]
         return of_parameters, buffers, used
 
-    def stored(self) -> dict[str, Entry]:
-        """Return {name of a weight: its entry}, without weights that transformers converts."""
-        return {entry.name: entry for entry in self.entries if entry.kind == "stored"}
-
-    def match(self, model: PreTrainedModel) -> "Checkpoint":
-        """Find the entries for a model, and return this checkpoint."""
-        self.entries = self._match_tensors(model, model.state_dict())
-        return self
-
     def _match_tensors(self, model: PreTrainedModel, weights: Weights) -> list[Entry]:
         """Return the entries for the weights that the checkpoint has."""
         # `read` uses the converters of the model that was matched last, by their patterns.
@@ -210,15 +201,14 @@ class Checkpoint:
     ) -> Entry:
         """Return the entry that reads a weight, and the weights that are converted with it."""
         pattern = next(iter(tensors.values()))
+        key = next(iter(tensors))
         if pattern is None:
-            key = next(iter(tensors))
-            stored = self.dtype_of(key)
-            if stored and stored.itemsize < dtype.itemsize:
-                dtype = stored
-            return Entry("stored", (name,), {key: None}, dtype)
-        targets = self._converters[pattern].target_patterns
-        names = tuple(name.replace(targets[0], target) for target in targets)
-        return Entry("converted", names, tensors, dtype)
+            entry = Entry("stored", (name,), {key: None}, dtype)
+        else:
+            targets = self._converters[pattern].target_patterns
+            names = tuple(name.replace(targets[0], target) for target in targets)
+            entry = Entry("converted", names, tensors, dtype)
+        return entry.narrowed(self.dtype_of(key))
 
     def _find_present(self, model: PreTrainedModel, entries: list[Entry]) -> set[str]:
         """Return the names of the weights that the files hold.
@@ -239,7 +229,7 @@ class Checkpoint:
         return present
 
     def read(self, entry: Entry) -> Weights:
-        """Return an entry's weights as {name: tensor}. Rank 0 only, after `plan`.
+        """Return an entry's weights as {name: tensor}. Only after `plan`, unless it is "stored".
 
         Weights that need no conversion are memory-mapped.
         """

@@ -168,18 +168,17 @@ def test_an_adapter_that_peft_computes_when_it_saves_is_refused(kind, tiny_model
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_adapter_of_a_resized_model_is_not_merged_into_the_files(tiny_model):
-    from peft import LoraConfig
-
+def test_an_adapter_of_a_resized_model_is_not_merged_into_the_files(tiny_model, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
     from hf_fsdp_recipes.errors import ExportError
-    from hf_fsdp_recipes.export import merge, shells
 
     model = load(tiny_model("llama"))
     model.resize_token_embeddings(model.config.vocab_size + 8)
-    lora = LoraConfig(target_modules=["q_proj"])
-    shell = shells.adapt(shells.copy_on_meta(model), lora, "default")
-    with pytest.raises(ExportError, match="has another shape"):
-        merge.plan_merge_into_files(shell, {}, tiny_model("llama"), None, None)
+    resized = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    adapt(model, **resized).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ExportError, match="does not fit"):
+        export_checkpoint(tmp_path / "adapter", tmp_path / "export", merge_adapter=True)
+    assert not (tmp_path / "export").exists()
 
 
 @pytest.mark.parametrize("merge_adapter", [False, True])

@@ -127,10 +127,7 @@ def test_an_adapters_checkpoint_is_exported_alone_and_merged(lora, trained, tiny
     ("lora", "error"),
     [
         ({"target_modules": ["q_proj", "v_proj"]}, None),
-        (
-            {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]},
-            "is not one tensor of the base",
-        ),
+        ({"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}, None),
         pytest.param(
             {"target_modules": ["q_proj"], "init_lora_weights": "pissa"},
             "changed the base",
