@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch.nn import Module
+from transformers import AutoConfig
 
 from hf_fsdp_recipes.errors import ExportError, explained
 from hf_fsdp_recipes.export.files import OptionalDtype, PathLike, Tensors
@@ -21,6 +22,7 @@ from hf_fsdp_recipes.export.steps import (
     plan_in_file_format,
 )
 from hf_fsdp_recipes.loading.checkpoint import Checkpoint
+from hf_fsdp_recipes.loading.load_model import take_quantizer
 from hf_fsdp_recipes.upstream.torch_internals import checkpoint_name
 from hf_fsdp_recipes.upstream.transformers_internals import find_tied
 from hf_fsdp_recipes.weights.files import find_model
@@ -67,7 +69,11 @@ def from_base(
             f"init_lora_weights={start} changed the base weights. "
             "Merge in training, with export_model."
         )
-    checkpoint = Checkpoint(find_model(str(base), {"revision": revision})[1])
+    config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=False)
+    _, files = find_model(str(base), {"revision": revision})
+    checkpoint = Checkpoint(files, take_quantizer(config))
+    if checkpoint.quantizer:
+        shell.base.to(config.dtype)  # dequantized weights are rounded to it before they are merged
     weights = from_weights(checkpoint, shell.base)
     return checkpoint, {key: weights[name] for key, name in shell.base_names.items()}
 

@@ -83,7 +83,7 @@ def _read_weight(
     name: str,
     _: int,
 ) -> Tensor:
-    return checkpoint.read(entry)[name]
+    return checkpoint.read(entry)[name].to(entry.dtype)
 
 
 def _read_tensor(

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.conftest import tiny_config
 from tests.export.cases import adapt, assert_same_tensors, change, load, merge, shard
+from tests.loading import quantized
 from tests.loading.stock import randomize
 from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
 
@@ -188,3 +189,17 @@ def test_an_adapter_is_merged_with_its_scale_beside_another_on_more_layers(llama
     run_ranks(_merge_scaled, 2, llama, tmp_path)
     assert_same_tensors(tmp_path / "stock", tmp_path / "merged")
     assert_same_tensors(tmp_path / "stock", tmp_path / "merged alone")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+def test_an_adapter_is_merged_into_the_dequantized_weights_of_a_quantized_base(kind, tmp_path):
+    from hf_fsdp_recipes import export_checkpoint
+
+    base = quantized.make(tmp_path / "base", kind)
+    model = adapt(quantized.stock_model(base), target_modules=["q_proj"])
+    model.save_pretrained(tmp_path / "adapter")
+    merged = export_checkpoint(tmp_path / "adapter", tmp_path / "merged", merge_adapter=True)
+    expected = merge(model, torch.bfloat16).state_dict()
+    found = load(merged, torch.bfloat16).state_dict()
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []

@@ -155,10 +155,16 @@ def change_tensors(directory: Path, change: Any) -> None:
 
 def stock_state(directory: Path, dtype: str = "auto") -> dict[str, torch.Tensor]:
     """Return the weights that transformers dequantizes."""
+    return {
+        name: value.clone() for name, value in stock_model(directory, dtype).state_dict().items()
+    }
+
+
+def stock_model(directory: Path, dtype: str = "auto") -> Any:
+    """Return a model that transformers dequantizes."""
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
     model_config = json.loads((directory / "config.json").read_text())
     method = model_config["quantization_config"]["quant_method"]
     config = (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, quantization_config=config)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, quantization_config=config)
