@@ -94,11 +94,6 @@ def plan_export(
     held = sources.from_model(unwrapped, None if is_adapter else dtype)
     with distributed.agreed():
         if is_adapter:
-            if unwrapped.active_adapters != [unwrapped.active_adapter]:
-                raise ExportError(
-                    f"the adapters {unwrapped.active_adapters} are active, but only one can be "
-                    "exported. Activate one with the model's set_adapter."
-                )
             trained = _find_trained(unwrapped, held)
             if not merge_adapter:
                 return output.plan_adapter(unwrapped, held, dtype)
@@ -122,9 +117,7 @@ def export_checkpoint(
     max_shard_size: int | str = "5GB",
     merge_adapter: bool = False,
 ) -> Path:
-    """Export a sharded checkpoint or an exported adapter, one tensor at a time.
-
-    This needs only one process and no GPU.
+    """Export a sharded checkpoint or an exported adapter, in one process without a GPU.
 
     Args:
         checkpoint_dir: a checkpoint that has the folder `pytorch_model_fsdp_0`, or the directory
@@ -161,8 +154,8 @@ def export_checkpoint(
         if not merge_adapter:
             write = output.plan_adapter(adapted_shell.adapted, held, parsed_dtype)
             return write(output_dir, max_shard_size, processor)
-        _, weights = merge.from_base(base, revision, adapted_shell)
-        plan = merge.plan_merge(adapted_shell, {**weights, **held}, parsed_dtype)
+        held = merge.from_base(base, revision, adapted_shell) | held
+        plan = merge.plan_merge(adapted_shell, held, parsed_dtype)
     return output.write_weights(plan, output_dir, max_shard_size, processor)
 
 
@@ -181,7 +174,15 @@ def parse_dtype(dtype: torch.dtype | str | None) -> OptionalDtype:
 
 
 def _find_trained(model: PeftModel, held: Sources) -> set[str]:
-    """Return the names of trained weights. Raise an ExportError if the adapter lacks one."""
+    """Return the names of trained weights.
+
+    Raise an ExportError if the active adapter lacks one, or if several adapters are active.
+    """
+    if model.active_adapters != [model.active_adapter]:
+        raise ExportError(
+            f"the adapters {model.active_adapters} are active, but only one can be exported. "
+            "Activate one with the model's set_adapter."
+        )
     trained = {
         checkpoint_name(model, name)
         for name, parameter in model.named_parameters(remove_duplicate=False)

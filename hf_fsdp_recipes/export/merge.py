@@ -58,7 +58,7 @@ def from_base(
     base: PathLike,
     revision: str | None,
     shell: AdaptedShell,
-) -> tuple[Checkpoint, Sources]:
+) -> Sources:
     """Return the weights of `base`, a directory or Hub id, by their names in the adapted shell.
 
     Raise an ExportError if the adapter was trained on other weights.
@@ -75,7 +75,7 @@ def from_base(
     if checkpoint.quantizer:
         shell.base.to(config.dtype)  # dequantized weights are rounded to it before they are merged
     weights = from_weights(checkpoint, shell.base)
-    return checkpoint, {key: weights[name] for key, name in shell.base_names.items()}
+    return {key: weights[name] for key, name in shell.base_names.items()}
 
 
 def by_shell_names(

@@ -12,9 +12,8 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import ExportError
 from hf_fsdp_recipes.export.merge import from_base
 from hf_fsdp_recipes.export.shells import AdaptedShell
-from hf_fsdp_recipes.export.sources import Source, Sources, on_meta
+from hf_fsdp_recipes.export.sources import Source, Sources, on_meta, weight_source
 from hf_fsdp_recipes.loading.bnb_4bit import Layer
-from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
 from hf_fsdp_recipes.loading.placeholder import IDENTITY
 
 
@@ -40,38 +39,51 @@ def with_originals(
             "an adapter is merged into 4-bit weights only, not into other quantized weights. "
             "Export the adapter, and merge it with `hf-fsdp export --merge-adapter`."
         )
-    identity = getattr(next(iter(layers.values())), IDENTITY, None)
-    if identity:
-        checkpoint = identity.checkpoint
+    if any(hasattr(layer, IDENTITY) for layer in layers.values()):
+        weights = _from_load_model(layers, shell)
     else:
         base = str(shell.base.name_or_path)
-        checkpoint, _ = from_base(base, model.active_peft_config.revision, shell)
-    entries = {name: entry for entry in checkpoint.entries for name in entry.names}
-    shapes = shell.base.state_dict()
+        weights = from_base(base, model.active_peft_config.revision, shell)
     sources = dict(held)
-    for key, name in shell.base_names.items():
-        identity = getattr(layers.get(key), IDENTITY, None)
-        loaded_name = identity.names[0] if identity else name
-        entry = entries.get(loaded_name)
+    for key, weight in weights.items():
+        own = held[key]
         if key in layers:
-            if entry is None or entry.kind != "stored":
-                raise ExportError(
-                    f"{checkpoint} holds {loaded_name} in several tensors or not at all. Export "
-                    "the adapter, and merge it with `hf-fsdp export --merge-adapter`."
-                )
-            meta = on_meta(shapes[name], entry.dtype)
-            read = partial(_read_original, checkpoint, entry, layers[key], held[key])
-            sources[key] = Source(meta, read)
-        elif entry and key not in trained:
-            own = held[key]
-            dtype = entry.narrowed(own.meta.dtype).dtype
-            sources[key] = replace(own, meta=on_meta(own.meta, dtype))
+            sources[key] = Source(weight.meta, partial(_read, weight, layers[key], own))
+        elif key not in trained and weight.meta.itemsize < own.meta.itemsize:
+            sources[key] = replace(own, meta=on_meta(own.meta, weight.meta.dtype))
     return sources
 
 
-def _read_original(
-    checkpoint: Checkpoint,
-    entry: Entry,
+def _from_load_model(layers: dict[str, Any], shell: AdaptedShell) -> Sources:
+    """Return the base's weights from the files that `load_model` has read.
+
+    Raise an ExportError if it did not read a 4-bit layer, or not from one tensor.
+    """
+    state = shell.base.state_dict()
+    checkpoint: Any = None
+    weights = {}
+    names = dict(shell.base_names)  # in the model that was loaded
+    for key, layer in layers.items():
+        identity = getattr(layer, IDENTITY, None)
+        if identity:
+            checkpoint = identity.checkpoint
+            names[key] = identity.names[0]
+    entries = {entry.name: entry for entry in checkpoint.entries if entry.kind == "stored"}
+    for key, name in names.items():
+        if name in entries:
+            shape = state[shell.base_names[key]]
+            weights[key] = weight_source(checkpoint, entries[name], name, shape)
+    missing = sorted(layers.keys() - weights.keys())
+    if missing:
+        raise ExportError(
+            f"{missing[:3]} were not read from one tensor each of {checkpoint}. Export the "
+            "adapter, and merge it with `hf-fsdp export --merge-adapter`."
+        )
+    return weights
+
+
+def _read(
+    weight: Source,
     layer: Any,
     packed: Source,
     rank: int,
@@ -80,7 +92,7 @@ def _read_original(
     held = packed.read(rank)
     if held is None or distributed.rank() != rank:
         return None
-    value = checkpoint.read(entry)[entry.name].to(entry.dtype)
+    value: Any = weight.read(rank)
     state = layer.quant_state or layer.weight.quant_state
     options = {
         "blocksize": state.blocksize,
@@ -91,7 +103,7 @@ def _read_original(
     again = Layer([layer], state.dtype, options).quantize(value.to(held.device))
     if not torch.equal(*(tensor.view(-1).view(torch.uint8) for tensor in (held, again))):
         raise ExportError(
-            f"the 4-bit weights of {entry.name} are not those of {checkpoint}, so the adapter "
-            "cannot be merged. Export it alone."
+            "the files do not have the weights that were quantized, so the adapter cannot be "
+            "merged. Export it alone."
         )
     return value

@@ -3,7 +3,7 @@
 DCP is torch's Distributed Checkpoint.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -38,7 +38,7 @@ class Source:
     read: Callable[[int], Tensor | None]
 
 
-Sources = Mapping[str, Source]
+Sources = dict[str, Source]
 
 
 def on_meta(tensor: Tensor, dtype: OptionalDtype) -> Tensor:
@@ -73,17 +73,23 @@ def from_model(model: Module, dtype: OptionalDtype = None) -> Sources:
     return sources
 
 
-def _read_buffer(value: Tensor, _: int) -> Tensor:
-    return value
+def value_source(value: Tensor) -> Source:
+    """Return a tensor that every rank holds."""
+    return Source(on_meta(value, None), lambda _: value)
 
 
-def _read_weight(
+def weight_source(
     checkpoint: Checkpoint,
     entry: Entry,
     name: str,
-    _: int,
-) -> Tensor:
-    return checkpoint.read(entry)[name].to(entry.dtype)
+    meta: Tensor,
+) -> Source:
+    """Return a weight that a rank reads from files. `meta` has its shape."""
+
+    def read(_: int) -> Tensor:
+        return checkpoint.read(entry)[name].to(entry.dtype)
+
+    return Source(on_meta(meta, entry.dtype), read)
 
 
 def _read_tensor(
@@ -141,14 +147,10 @@ def from_weights(checkpoint: Checkpoint, model: PreTrainedModel) -> Sources:
     checkpoint.entries, buffers, conversions = checkpoint.plan(model)
     set_conversions(model, conversions)
     state = model.state_dict()
-    sources = {
-        name: Source(on_meta(value, None), partial(_read_buffer, value))
-        for name, value in buffers.items()
-    }
+    sources = {name: value_source(value) for name, value in buffers.items()}
     for entry in checkpoint.entries:
         for name in entry.names:
-            meta = on_meta(state[name], entry.dtype)
-            sources[name] = Source(meta, partial(_read_weight, checkpoint, entry, name))
+            sources[name] = weight_source(checkpoint, entry, name, state[name])
     for pair in find_tied(model).items():
         for name, other in (pair, reversed(pair)):
             if other in sources:
