@@ -129,7 +129,15 @@ def _merge_steps(
                 "Export the adapter instead."
             )
     for path, layer in layers.items():
-        metas = {name: sources[f"{PREFIX}{path}.{name}"].meta for name in layer.state_dict()}
+        metas = {}
+        for name in layer.state_dict():
+            key = f"{PREFIX}{path}.{name}"
+            if key not in sources:
+                raise ExportError(
+                    f"{key} is not saved with the adapter, which is needed to merge it. Merge in "
+                    "training, with export_model."
+                )
+            metas[name] = sources[key].meta
         steps.append(_merge_step(path, layer, metas, dtype))
     if not steps:
         raise ExportError("PEFT cannot merge an adapter of this type. Leave out merge_adapter.")

@@ -17,7 +17,7 @@ from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.export import directory, shells
 from hf_fsdp_recipes.export.files import FileWriter, OptionalDtype, PathLike, check_finite
 from hf_fsdp_recipes.export.sources import Sources, on_meta
-from hf_fsdp_recipes.export.steps import Plan
+from hf_fsdp_recipes.export.steps import Plan, outputs_of
 from hf_fsdp_recipes.upstream.torch_internals import StorageWeakRef
 
 
@@ -68,7 +68,9 @@ def write_weights(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-    dtype = next(value.dtype for value in plan.outputs.values() if value.is_floating_point())
+    dtype = next(
+        value.dtype for value in outputs_of(plan.steps).values() if value.is_floating_point()
+    )
 
     def write(target: Path) -> None:
         _write_files(plan, split.filename_to_tensors, target)

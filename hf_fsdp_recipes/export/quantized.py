@@ -31,7 +31,8 @@ def with_originals(
     layers: dict[str, Any] = {}  # {name of a 4-bit weight: its layer}
     for key in shell.base_names:
         path, _, attribute = key.rpartition(".")
-        layer = model.get_submodule(path)
+        layer: Any = model.get_submodule(path)
+        layer = getattr(layer, "base_layer", layer)  # of another adapter
         if attribute == "weight" and hasattr(layer, "quant_state"):
             layers[key] = layer
     if not layers:

@@ -182,18 +182,28 @@ def _refuse(*args: object, **kwargs: object) -> None:
 
 
 def broadcast_adapters(model: Module, device: torch.device) -> None:
-    """Broadcast rank 0's values of all parameters that are not placeholders. Collective.
+    """Broadcast rank 0's values of all tensors that are not placeholders. Collective.
 
-    These are parameters such as those of adapters. Raise a LoadError if one was a placeholder that
-    has been written to in part, or if a buffer contains NaN.
+    These are parameters such as those of adapters, and buffers. Raise a LoadError if one contains
+    NaN, or if the ranks have different placeholders.
     """
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not is_placeholder(tensor) and tensor.isnan().any():
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    held = {name: value for name, value in tensors.items() if not is_placeholder(value)}
+    main_names = distributed.from_main(list(held))
+    with distributed.agreed():
+        for name, value in held.items():
+            if value.isnan().any():
+                raise LoadError(
+                    f"{name} contains NaN. If it was made from a weight that was not loaded, or "
+                    f"changed in part before it was loaded: {OFFLINE}."
+                )
+        different = sorted(held.keys() ^ set(main_names))
+        if different:
             raise LoadError(
-                f"{name} contains NaN. If a part of it was changed before it was loaded: {OFFLINE}."
+                f"{different[:3]} were changed on some ranks only. Do the same on every rank: rank "
+                "0's values are sent to the others."
             )
-    for parameter in model.parameters():
-        if not is_placeholder(parameter):
-            value = parameter.detach().to(device).contiguous()
-            dist.broadcast(value, 0)
-            parameter.data.copy_(value)
+    for value in held.values():
+        sent = value.detach().to(device).contiguous()
+        dist.broadcast(sent, 0)
+        value.data = sent.to(value.device)

@@ -3,8 +3,9 @@
 A placeholder has the shape and dtype of its weight, but all its elements share one NaN in host
 memory. Unlike meta tensors, placeholders have a device and distinct addresses, so PEFT, TRL,
 Trainer, optimizers and Accelerate handle them like weights. They can be copied, cast, tied, moved
-to other modules and asked for their shape. One that is written to becomes an ordinary weight, which
-is not loaded. Everything that would read values raises a LoadError.
+to other modules and asked for their shape. One that is overwritten becomes an ordinary weight,
+which is not loaded. What is computed from placeholders may only be overwritten, as PEFT does when
+it loads a DoRA adapter. Everything that would read values raises a LoadError.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,15 +31,31 @@ NOT_LOADED = (
 READ_TOO_EARLY = (
     "a weight is read before it is loaded, which is when the Trainer or Accelerator shards the "
     "model. init_lora_weights='pissa' or 'olora', DoRA, trainable_token_indices and "
-    "resize_token_embeddings read weights. Use plain LoRA. Or add the adapter without FSDP, save "
-    f"it, and add the saved one with PeftModel.from_pretrained. {OFFLINE}, if it is another change."
+    "resize_token_embeddings read weights. Use plain LoRA. Or, for DoRA: add the adapter without "
+    "FSDP, save it, and add the saved one with PeftModel.from_pretrained. For other changes: "
+    f"{OFFLINE}."
 )
 IDENTITY = "_hf_fsdp_identity"  # the attribute of a placeholder with its `Identity`
 OWNER = "_hf_fsdp_owner"  # the attribute of a placeholder's `data`: the placeholder
 GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-# Methods that end like those that write to a tensor.
+# Methods of tensors that end like those that change values.
 KEEPS_VALUES = ("requires_grad_", "detach_", "share_memory_")
+# Those that do not read old values. The functions of torch.nn.init do not either.
+OVERWRITES = (
+    "__setitem__",
+    "bernoulli_",
+    "cauchy_",
+    "copy_",
+    "exponential_",
+    "fill_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "uniform_",
+    "zero_",
+)
 CASTS = (
     Tensor.to,
     Tensor.float,
@@ -115,26 +132,32 @@ class Placeholder(Tensor):
         run = partial(run_on_plain_tensors, function, types)
         if isinstance(own, Placeholder) and function in CASTS:
             return cast(own, lambda value: run((value, *args[1:]), named))
+        is_changed = name.endswith("_") and not name.endswith("__") and name not in KEEPS_VALUES
         if any(isinstance(other, Placeholder) for other in others):
             if function == SET_DATA and is_same(own, others[0]):
                 return run((own, shared_nan(own.shape, others[0].dtype)), {})
-            if name in USES_NO_VALUES:
+            if name in USES_NO_VALUES or (function == SET_DATA and isinstance(own, Computed)):
                 return run(args, named)
-        elif isinstance(own, Placeholder):
-            if function == SET_DATA or is_in_place(name):
-                make_ordinary(own)
-                return run(args, named)
-            if function is Tensor.is_contiguous:
-                raise LoadError(NOT_LOADED)
-            if name not in READS_VALUES:
-                with suppress(torch.linalg.LinAlgError):  # of NaN, which cannot be decomposed
-                    return without_values(run(args, named), own, name)
+            is_changed |= function == SET_DATA
+        elif function == SET_DATA or name in OVERWRITES or is_initialization(function):
+            make_ordinary(own)
+            return run(args, named)
+        elif function is Tensor.is_contiguous and hasattr(own, IDENTITY):
+            raise LoadError(NOT_LOADED)
+        if name not in READS_VALUES and not is_changed and isinstance(own, Tensor):
+            with suppress(torch.linalg.LinAlgError):  # of NaN, which cannot be decomposed
+                return without_values(function, run(args, named), own)
         raise LoadError(READ_TOO_EARLY)
+
+
+class Computed(Placeholder):
+    """What was computed from placeholders: NaN."""
 
 
 def make_placeholder(like: Tensor) -> Tensor:
     """Return a placeholder with the shape, dtype and attributes of a tensor on any device."""
-    placeholder: Any = shared_nan(like.shape, like.dtype).as_subclass(Placeholder)
+    cls = type(like) if isinstance(like, Placeholder) else Placeholder
+    placeholder: Any = shared_nan(like.shape, like.dtype).as_subclass(cls)
     if isinstance(like, Parameter):
         placeholder = Parameter(placeholder, like.requires_grad)
     placeholder.__dict__.update(like.__dict__)
@@ -142,59 +165,72 @@ def make_placeholder(like: Tensor) -> Tensor:
     return placeholder
 
 
-def without_values(result: Any, own: Tensor, name: str) -> Any:
-    """Return the result of a function of a placeholder. Raise a LoadError if it was computed.
+def without_values(function: Callable, result: Any, own: Tensor) -> Any:
+    """Return the result of a function of placeholders, whose first argument was `own`.
 
-    Views become placeholders. Factories such as `zeros_like` only use shape, dtype and device.
+    Views are placeholders, and NaN is `Computed`. Factories such as `zeros_like` only use shape,
+    dtype and device. Raise a LoadError if values were computed that hide NaN.
     """
     if isinstance(result, (tuple, list)):
-        return type(result)([without_values(part, own, name) for part in result])
+        return type(result)([without_values(function, part, own) for part in result])
+    name = function.__name__
     is_new = name.startswith("new_") or name.endswith("_like")
     if result is own or is_new or not isinstance(result, Tensor):
         return result
     if result.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
-        raise LoadError(READ_TOO_EARLY)
-    view = result.as_subclass(Placeholder)
-    if name in ("__get__", "detach") and result.shape == own.shape and hasattr(own, IDENTITY):
+        if not result.isnan().all():
+            raise LoadError(READ_TOO_EARLY)
+        return result.detach().as_subclass(Computed)
+    if not isinstance(own, Placeholder):
+        return result
+    view = result.as_subclass(type(own))
+    if (function == GET_DATA or function is Tensor.detach) and hasattr(own, IDENTITY):
         setattr(view, IDENTITY, getattr(own, IDENTITY))
         setattr(view, OWNER, own)
     return view
 
 
 def cast(own: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a placeholder as `convert` casts or moves its value, without its memory."""
+    """Return a placeholder as `convert` casts or moves its value, without its memory.
+
+    It cannot be cast to a dtype that would show what an earlier cast has rounded off.
+    """
     value = one_value(own)
     converted = convert(value)
     if converted is value:
         return own
-    placeholder = converted.expand(own.shape).as_subclass(Placeholder)
-    if hasattr(own, IDENTITY):
-        setattr(placeholder, IDENTITY, getattr(own, IDENTITY))
+    placeholder = converted.expand(own.shape).as_subclass(type(own))
+    identity = getattr(own, IDENTITY, None)
+    if identity:
+        is_first = own.dtype == identity.dtype
+        if not is_first and converted.dtype.itemsize >= own.dtype.itemsize:
+            raise LoadError(READ_TOO_EARLY)
+        setattr(placeholder, IDENTITY, identity)
+    if not converted.isnan():
+        raise LoadError(READ_TOO_EARLY)
     return placeholder
 
 
-def is_same(own: Any, cast: Any) -> bool:
-    """Return whether a placeholder can get the data of `cast`, which is itself in some dtype.
+def is_initialization(function: Callable) -> bool:
+    """Return whether a function is one of torch.nn.init."""
+    return getattr(function, "__module__", None) == torch.nn.init.__name__
 
-    It cannot be cast to a dtype that would show what an earlier cast has rounded off.
-    """
-    if not (is_placeholder(own) and is_placeholder(cast)):
-        return False
-    identity = getattr(own, IDENTITY)
-    is_narrower = cast.dtype.itemsize < own.dtype.itemsize
-    may_cast = own.dtype in (identity.dtype, cast.dtype) or is_narrower
-    return getattr(cast, IDENTITY) is identity and may_cast
+
+def is_same(own: Any, cast: Any) -> bool:
+    """Return whether `cast` is a placeholder, or its data, in some dtype."""
+    return is_placeholder(own) and getattr(own, IDENTITY) is getattr(cast, IDENTITY, None)
 
 
 def make_ordinary(own: Any) -> None:
-    """Give a placeholder memory of its own, because it is about to be written to.
+    """Give a placeholder memory of its own, because it is about to be overwritten.
 
     A placeholder's `data` shares this memory. What is not written to stays NaN, which is refused
     when the model is sharded. Raise a LoadError for other views.
     """
-    if not hasattr(own, IDENTITY):
+    if hasattr(own, IDENTITY):
+        delattr(own, IDENTITY)
+    elif not isinstance(own, Computed):
         raise LoadError(f"a part of a weight is changed before it is loaded. {OFFLINE}.")
-    delattr(own, IDENTITY)
     own.__class__ = Parameter if isinstance(own, Parameter) else Tensor
     owner = getattr(own, OWNER, None)
     if owner is None:
@@ -203,12 +239,6 @@ def make_ordinary(own: Any) -> None:
         if hasattr(owner, IDENTITY):
             make_ordinary(owner)
         own.data = owner.data
-
-
-def is_in_place(name: str) -> bool:
-    """Return whether a function of torch writes to its first argument."""
-    is_method = name.endswith("_") and not name.startswith("__")
-    return name == "__setitem__" or (is_method and name not in KEEPS_VALUES)
 
 
 def shared_nan(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -101,7 +101,7 @@ def _load(
     model = load(loader, directory, **options)
     if edit:
         torch.manual_seed(1)
-        edit(model)
+        model = edit(model) or model
     if lora:
         from peft import LoraConfig, get_peft_model
 

@@ -1,6 +1,7 @@
 """What a script does to a model before its weights are loaded has stock's result, or is refused."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import tiny_config
 from tests.loading.stock import compare, randomize
+from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +85,6 @@ def _to_numpy(model):
     model.start = _weight(model).detach().cpu().numpy()
 
 
-def _back_up(model):
-    model.start = {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def _concatenate(model):
     model.start = torch.nn.utils.parameters_to_vector(model.parameters())
 
@@ -96,7 +94,8 @@ def _measure_together(model):
 
 
 def _embed(model):
-    model.start = model.model.embed_tokens(torch.tensor([1]))
+    start = model.model.embed_tokens(torch.tensor([1])).detach().clone()
+    model.start = torch.nn.Parameter(start)
 
 
 def _pickle(model):
@@ -112,6 +111,33 @@ def _start_another(model):
     with torch.no_grad():
         new.weight.copy_(_weight(model))
     model.model.layers[0].mlp.up_proj = new
+
+
+def _keep_norms(model):
+    model.register_buffer("norms", _weight(model).norm(dim=1))
+
+
+def _take_sign(model):
+    _weight(model).data.sign_()
+
+
+def _replace_nan_in_place(model):
+    with torch.no_grad():
+        _weight(model).nan_to_num_()
+
+
+def _scale(model):
+    _weight(model).data.mul_(3)
+
+
+def _transpose(model):
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.weight = torch.nn.Parameter(projection.weight.data.T)
+
+
+def _transpose_data(model):
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.weight.data = projection.weight.data.mT
 
 
 def _scale_data(model):
@@ -142,12 +168,15 @@ READS = (
     _test_one,
     _test_all,
     _to_numpy,
-    _back_up,
     _concatenate,
     _measure_together,
     _embed,
     _pickle,
     _normalize_weight,
+    _keep_norms,
+    _take_sign,
+    _replace_nan_in_place,
+    _scale,
     _start_another,
     _scale_data,
     _take_data_of_another,
@@ -155,9 +184,17 @@ READS = (
 )
 
 
+TRANSPOSES = (_transpose, _transpose_data)
+
+
 def test_reading_a_weight_before_it_is_loaded_is_refused(llama):
     case = {"directory": llama, "must_refuse": True, "refusal": "a weight is read before"}
     compare({read.__name__: case | {"edit": read} for read in READS})
+
+
+def test_a_transposed_weight_is_refused(llama):
+    case = {"directory": llama, "must_refuse": True, "refusal": "loaded"}
+    compare({edit.__name__: case | {"edit": edit} for edit in TRANSPOSES})
 
 
 # What needs no values.
@@ -251,6 +288,24 @@ def _down_and_up(model):
     model.bfloat16().float()
 
 
+def _down_and_up_at_once(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16).float()
+
+
+def _down_and_up_in_new_parameters(model):
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight = torch.nn.Parameter(linear.weight.data.half().to(torch.float32))
+
+
+def _to_integers_and_back(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.int32).float()
+
+
+ROUNDS = (_down_and_up, _down_and_up_at_once, _down_and_up_in_new_parameters, _to_integers_and_back)
+
+
 CASTS = (_to_bfloat16, _bfloat16, _half, _double, _cpu, _up_and_down, _cast_data)
 
 
@@ -258,7 +313,8 @@ CASTS = (_to_bfloat16, _bfloat16, _half, _double, _cpu, _up_and_down, _cast_data
 def test_a_cast_has_the_values_of_stock(llama, source):
     cases = {edit.__name__: {"directory": llama, "edit": edit} for edit in CASTS}
     cases["widened"] = {"directory": llama, "edit": _down_and_up, "kwargs": {"dtype": "bfloat16"}}
-    cases["rounded"] = {"directory": llama, "edit": _down_and_up, "refusal": "read before"}
+    refused = {"directory": llama, "must_refuse": True, "refusal": "read before"}
+    cases |= {edit.__name__: refused | {"edit": edit} for edit in ROUNDS}
     compare(cases, source=source)
 
 
@@ -321,16 +377,6 @@ def test_new_values_of_a_weight_are_kept(llama):
     compare({write.__name__: {"directory": llama, "edit": write} for write in WRITES})
 
 
-def _scale(model):
-    _weight(model).data.mul_(3)
-
-
-def _scale_one_element(model):
-    gate = torch.nn.Linear(1, 1, bias=False)
-    gate.weight = copy.deepcopy(_weight(model))
-    _scale(model)
-
-
 def _zero_padding(model):
     model.model.embed_tokens.weight.data[0].zero_()
 
@@ -344,10 +390,82 @@ def _orthogonalize(model):
     torch.nn.init.orthogonal_(_weight(model))
 
 
-CHANGES = (_scale, _scale_one_element, _zero_padding, _set_row, _orthogonalize)
+CHANGES = (_zero_padding, _set_row, _orthogonalize)
 
 
 def test_a_change_of_old_values_is_refused(llama):
-    text = "changed before it (is|was) loaded"
+    text = "before it (is|was) loaded"
     case = {"directory": llama, "must_refuse": True, "refusal": text}
     compare({change.__name__: case | {"edit": change} for change in CHANGES})
+
+
+# Ranks.
+
+
+def _add_noise(model):
+    torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+    model.register_buffer("noise", torch.randn(4))
+    model.register_buffer("mask", torch.randn(4) > 0)
+    model.register_buffer("waves", torch.randn(4, dtype=torch.complex64))
+
+
+def test_buffers_are_those_of_rank_0(llama):
+    compare({"noise": {"directory": llama, "edit": _add_noise}})
+
+
+def _prepare_after(directory, write):
+    from accelerate import Accelerator
+
+    from hf_fsdp_recipes import load_model
+    from hf_fsdp_recipes.distributed import is_main
+
+    model = load_model(directory)
+    if is_main():
+        write(model)
+    Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def _fill(model):
+    _weight(model).data.fill_(2.0)
+
+
+@pytest.mark.parametrize(("write", "text"), [(_fill, "on some ranks only"), (_set_row, "NaN")])
+def test_what_only_one_rank_changes_is_one_error(write, text, llama):
+    inputs = (_prepare_after, 2, llama, write)
+    errors = run_ranks(*inputs, environment=fsdp_environment(FSDP2), expect_failure=True)
+    assert {kind for kind, _ in errors} == {"LoadError"}
+    assert all(text in message for _, message in errors)
+
+
+# Adapters that PEFT starts from the weights, and then loads.
+
+
+def _load_adapter(model, adapter):
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, adapter, is_trainable=True)
+
+
+def _dora():
+    from peft import LoraConfig
+
+    return LoraConfig(use_dora=True, target_modules=["q_proj", "up_proj"], modules_to_save=["norm"])
+
+
+def _delora():
+    from peft import DeloraConfig
+
+    return DeloraConfig(target_modules=["q_proj", "up_proj"])
+
+
+@pytest.mark.parametrize("config", [_dora, _delora])
+def test_a_saved_adapter_is_loaded(config, llama, tmp_path):
+    from peft import get_peft_model
+
+    from tests.export.cases import change, load
+
+    model = get_peft_model(load(llama), config())
+    change(model, "lora_")
+    model.save_pretrained(tmp_path)
+    load_it = functools.partial(_load_adapter, adapter=tmp_path)
+    compare({"saved": {"directory": llama, "edit": load_it}})
