@@ -153,17 +153,26 @@ def test_an_adapter_that_is_not_merged_is_exported_alone(
     assert_same_tensors(tmp_path / "stock", export_model(model, tmp_path / "export"))
 
 
-@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
-def test_an_adapter_that_peft_computes_when_it_saves_is_refused(kind, tiny_model, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("PromptTuningConfig", {"num_virtual_tokens": 4}),
+        ("PrefixTuningConfig", {"num_virtual_tokens": 4}),
+        ("AdaLoraConfig", {"target_modules": ["q_proj"], "total_step": 10}),
+    ],
+)
+def test_an_adapter_that_peft_computes_when_it_saves_is_refused(
+    kind, options, tiny_model, tmp_path
+):
     import peft
 
     from hf_fsdp_recipes import export_model
     from hf_fsdp_recipes.errors import ExportError
 
-    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
     model = peft.get_peft_model(load(tiny_model("llama")), config)
-    for merge_adapter, error in ((False, "Train without FSDP"), (True, "Train without FSDP")):
-        with pytest.raises(ExportError, match=error):
+    for merge_adapter in (False, True):
+        with pytest.raises(ExportError, match="train without FSDP"):
             export_model(model, tmp_path / "export", merge_adapter=merge_adapter)
     assert list(tmp_path.iterdir()) == []
 

@@ -7,7 +7,15 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.conftest import tiny_config
-from tests.export.cases import adapt, assert_same_tensors, change, load, merge, shard
+from tests.export.cases import (
+    adapt,
+    assert_same_files,
+    assert_same_tensors,
+    change,
+    load,
+    merge,
+    shard,
+)
 from tests.loading import quantized
 from tests.loading.stock import randomize
 from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
@@ -203,3 +211,54 @@ def test_an_adapter_is_merged_into_the_dequantized_weights_of_a_quantized_base(k
     found = load(merged, torch.bfloat16).state_dict()
     assert found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def _merge_one_of_two_packed(directory, folder):
+    from accelerate import Accelerator
+    from peft import LoraConfig
+
+    from hf_fsdp_recipes import export_model, load_model
+
+    packed = BitsAndBytesConfig(**NF4)
+    model = load_model(directory / "inner", quantization_config=packed, dtype="bfloat16")
+    model = adapt(model, **LORA)
+    model.add_adapter("second", LoraConfig(target_modules=["k_proj"], task_type="CAUSAL_LM"))
+    model, _ = Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    export_model(model, folder / "adapter")
+    export_model(model, folder / "merged", merge_adapter=True)
+
+
+def test_one_of_two_adapters_of_a_packed_model_is_merged(llama, tmp_path):
+    from peft import PeftModel
+
+    inputs = (_merge_one_of_two_packed, 2, llama, tmp_path)
+    run_ranks(*inputs, environment=fsdp_environment(FSDP2))
+    base = load(llama / "inner", torch.bfloat16)
+    stock = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    merge(stock, torch.bfloat16).save_pretrained(tmp_path / "stock")
+    assert_same_tensors(tmp_path / "stock", tmp_path / "merged")
+
+
+def test_an_offline_merge_that_needs_what_is_not_saved_is_refused(llama, tmp_path):
+    import peft
+
+    from hf_fsdp_recipes import export_checkpoint
+    from hf_fsdp_recipes.errors import ExportError
+
+    config = peft.VeraConfig(target_modules=["q_proj"], save_projection=False)
+    peft.get_peft_model(load(llama / "inner"), config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ExportError, match=r"is not saved with the adapter|cannot be merged here"):
+        export_checkpoint(tmp_path / "adapter", tmp_path / "merged", merge_adapter=True)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_the_config_has_the_dtype_of_stock(dtypes, llama, tmp_path):
+    from hf_fsdp_recipes import export_model
+
+    model = load(llama / "inner").to(dtypes[0])
+    model.lm_head.to(dtypes[1])
+    model.save_pretrained(tmp_path / "stock")
+    export_model(model, tmp_path / "export")
+    assert_same_files(tmp_path / "stock", tmp_path / "export")

@@ -306,7 +306,7 @@ def _train_another(output, make, **options):
         ("one", _wrap, "Sequential is no transformers model"),
         ("one", _add_head, "the weights do not fit the config of LlamaForCausalLM: ['head."),
         ("fsdp", _add_head, "the weights do not fit the config of LlamaForCausalLM: ['head."),
-        ("ddp", _add_prompt, "because PEFT computes ['prompt_embeddings']"),
+        ("ddp", _add_prompt, "it computes ['prompt_embeddings']"),
     ],
 )
 def test_a_model_that_cannot_be_exported_is_refused_before_training(
