@@ -19,7 +19,11 @@ from torch.nn import Module, Parameter
 from torch.utils import swap_tensors
 
 from hf_fsdp_recipes.errors import LoadError
-from hf_fsdp_recipes.upstream.torch_internals import make_parameter, run_on_plain_tensors
+from hf_fsdp_recipes.upstream.torch_internals import (
+    ASK_FOR_COPY,
+    make_parameter,
+    run_on_plain_tensors,
+)
 from hf_fsdp_recipes.upstream.transformers_internals import INITIALIZED
 
 OFFLINE = "Change the model without FSDP, save it, and train the saved model"
@@ -70,7 +74,7 @@ USES_NO_VALUES = (
     "view_as",
     "expand_as",
     "reshape_as",
-    "_has_compatible_shallow_copy_type",
+    ASK_FOR_COPY,
 )
 # Functions whose results are no tensors, but have values of tensors.
 READS_VALUES = (
@@ -174,7 +178,7 @@ def without_values(function: Callable, result: Any, own: Tensor) -> Any:
     if isinstance(result, (tuple, list)):
         return type(result)([without_values(function, part, own) for part in result])
     name = function.__name__
-    is_new = name.startswith("new_") or name.endswith("_like")
+    is_new = name.startswith("new_") or name.endswith("like")
     if result is own or is_new or not isinstance(result, Tensor):
         return result
     if result.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():

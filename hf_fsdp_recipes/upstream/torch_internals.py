@@ -42,6 +42,9 @@ PICKLED_IN_METADATA = {
 
 COMPILED = "_orig_mod."  # what torch.compile adds to the names of tensors
 
+# `Module.to` asks it whether a parameter can get other data.
+ASK_FOR_COPY = "_has_compatible_shallow_copy_type"
+
 # Makes a parameter of a class without calling the class, which may take other arguments.
 make_parameter = torch.Tensor._make_subclass
 
