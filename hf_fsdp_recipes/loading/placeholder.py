@@ -206,8 +206,8 @@ def cast(own: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
     placeholder = converted.expand(own.shape).as_subclass(type(own))
     identity = getattr(own, IDENTITY, None)
     if identity:
-        is_first = own.dtype == identity.dtype
-        if not is_first and converted.dtype.itemsize >= own.dtype.itemsize:
+        is_exact = own.dtype in (identity.dtype, converted.dtype)
+        if not is_exact and converted.dtype.itemsize >= own.dtype.itemsize:
             raise LoadError(READ_TOO_EARLY)
         setattr(placeholder, IDENTITY, identity)
     if not converted.isnan():
