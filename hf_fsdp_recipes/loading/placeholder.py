@@ -142,7 +142,7 @@ class Placeholder(Tensor):
                 return run((own, shared_nan(own.shape, others[0].dtype)), {})
             if name in USES_NO_VALUES or (function == SET_DATA and isinstance(own, Computed)):
                 return run(args, named)
-            is_changed |= function == SET_DATA
+            is_changed |= function == SET_DATA or name in OVERWRITES
         elif function == SET_DATA or name in OVERWRITES or is_initialization(function):
             make_ordinary(own)
             return run(args, named)

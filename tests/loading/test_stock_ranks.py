@@ -406,11 +406,6 @@ def _fill_data(model):
     model.model.norm.weight.data.fill_(2.0)
 
 
-def _scale(model):
-    with torch.no_grad():
-        model.model.norm.weight *= 2
-
-
 def _set_items(model):
     with torch.no_grad():
         model.model.norm.weight[:3] = 2.0
@@ -443,7 +438,6 @@ WRITES = (
     _zero,
     _fill,
     _fill_data,
-    _scale,
     _set_items,
     _copy_values,
     _copy_state,
