@@ -45,7 +45,7 @@ def pack_weights(
     for path, module in model.named_modules():
         if isinstance(module, Linear4bit):
             old: Any = module.weight
-            setattr(module, IDENTITY, Identity(checkpoint, [f"{path}.weight"], old.dtype))
+            setattr(module, IDENTITY, Identity(checkpoint, [f"{path}.weight"]))
             num_bytes = -(-old.numel() // 2)
             shape = (num_bytes // old.quant_storage.itemsize, 1)
             module.weight = Params4bit(

@@ -52,8 +52,8 @@ class Entry:
     kind: Literal["stored", "converted", "new"]
     names: tuple[str, ...]  # names of the entry's weights in the model
     tensors: TensorsOfWeight  # the entry's tensors in the checkpoint
-    # The dtype in which values are sent: the narrowest of the file's, that in which the model was
-    # built, and that to which it was cast. None: the parameter's.
+    # The dtype in which values are sent: the narrower of the file's and that in which the model was
+    # built. None: the parameter's.
     dtype: torch.dtype | None = None
 
     @property

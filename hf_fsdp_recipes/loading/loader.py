@@ -3,7 +3,7 @@
 Until then, using the model raises an error.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from unittest import mock
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_fsdp_recipes import distributed
 from hf_fsdp_recipes.errors import LoadError
 from hf_fsdp_recipes.loading.bnb_4bit import Layers, check_storage, find_layers
-from hf_fsdp_recipes.loading.checkpoint import Checkpoint, Entry
+from hf_fsdp_recipes.loading.checkpoint import Checkpoint
 from hf_fsdp_recipes.loading.fill import (
     Reader,
     Tensors,
@@ -29,6 +29,7 @@ from hf_fsdp_recipes.loading.fill import (
 from hf_fsdp_recipes.loading.placeholder import (
     NOT_LOADED,
     OFFLINE,
+    ROUNDED,
     Placeholder,
     is_placeholder,
     make_placeholder,
@@ -38,6 +39,7 @@ from hf_fsdp_recipes.loading.placeholder import (
 )
 from hf_fsdp_recipes.training.units import train_like_one_process
 from hf_fsdp_recipes.upstream.patches import LOADER
+from hf_fsdp_recipes.weights.rows import local_part
 
 
 @dataclass(eq=False)
@@ -83,12 +85,10 @@ class Loader:
         untie_frozen(model)
         names_before = names_by_parameter(model)
         loaded_names = names_in_checkpoint(model, self.checkpoint)
-        dtypes = {
-            loaded: parameter.dtype
+        rounded = {
+            name: getattr(parameter, ROUNDED, None)
             for name, parameter in model.named_parameters(remove_duplicate=False)
-            for loaded in loaded_names.get(name, ())
         }
-        entries = [entry.narrowed(dtypes.get(entry.name)) for entry in self.checkpoint.entries]
         move_to_meta(model)
         if accelerator.mixed_precision != "no" and not layers:
             # Accelerate's own conversion has no effect in version 1.13.
@@ -101,7 +101,8 @@ class Loader:
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         targets = allocate(model, loaded_names, torch.device("cpu") if is_offloaded else device)
         self._check(targets)
-        self._fill(entries, layers, targets, device)
+        self._fill(layers, targets, device)
+        round_off(model, rounded)
         delattr(self.model, LOADER)
         del self.model.save_pretrained
         self.guard.remove()
@@ -110,7 +111,6 @@ class Loader:
 
     def _fill(
         self,
-        entries: Sequence[Entry],
         layers: Layers,
         targets: Tensors,
         device: torch.device,
@@ -118,7 +118,7 @@ class Loader:
         """Fill the shards. `device` is that of the ranks' default group. Collective."""
         read_directly = []
         sent_by_rank0 = []
-        for entry in entries:
+        for entry in self.checkpoint.entries:
             if self.is_direct and entry.kind == "stored" and entry.name not in layers:
                 read_directly.append(entry)
             else:
@@ -136,6 +136,19 @@ class Loader:
                 raise LoadError(f"{name} changed its shape before it was loaded. {OFFLINE}.")
             if filled.isdisjoint(tensors):
                 raise LoadError(f"{self.checkpoint} has no {name}, so it would have no values.")
+
+
+@torch.no_grad()
+def round_off(model: Module, rounded: dict[str, torch.dtype | None]) -> None:
+    """Round weights that were cast to a narrower dtype, {name: dtype or None}, and then cast back.
+
+    The names are those that the weights had before the model was sharded.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, dtype in rounded.items():
+        part = local_part(parameters[name])
+        if dtype and dtype.itemsize < part.itemsize:
+            part.copy_(part.to(dtype))
 
 
 def check_tied(model: Module, tied: Iterable[list[str]]) -> None:

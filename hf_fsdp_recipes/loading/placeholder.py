@@ -40,6 +40,7 @@ READ_TOO_EARLY = (
     f"{OFFLINE}."
 )
 IDENTITY = "_hf_fsdp_identity"  # the attribute of a placeholder with its `Identity`
+ROUNDED = "_hf_fsdp_rounded"  # the attribute with the narrowest dtype to which it was cast
 OWNER = "_hf_fsdp_owner"  # the attribute of a placeholder's `data`: the placeholder
 GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -101,7 +102,6 @@ class Identity(NamedTuple):
 
     checkpoint: object  # the `Checkpoint` with its values
     names: list[str]  # in the model that was loaded; several if the weight is tied
-    dtype: torch.dtype  # as it was loaded
 
 
 class Placeholder(Tensor):
@@ -139,6 +139,7 @@ class Placeholder(Tensor):
         is_changed = name.endswith("_") and not name.endswith("__") and name not in KEEPS_VALUES
         if any(isinstance(other, Placeholder) for other in others):
             if function == SET_DATA and is_same(own, others[0]):
+                copy_identity(others[0], own)
                 return run((own, shared_nan(own.shape, others[0].dtype)), {})
             if name in USES_NO_VALUES or (function == SET_DATA and isinstance(own, Computed)):
                 return run(args, named)
@@ -189,30 +190,31 @@ def without_values(function: Callable, result: Any, own: Tensor) -> Any:
         return result
     view = result.as_subclass(type(own))
     if (function == GET_DATA or function is Tensor.detach) and hasattr(own, IDENTITY):
-        setattr(view, IDENTITY, getattr(own, IDENTITY))
         setattr(view, OWNER, own)
+        copy_identity(own, view)
     return view
 
 
 def cast(own: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a placeholder as `convert` casts or moves its value, without its memory.
-
-    It cannot be cast to a dtype that would show what an earlier cast has rounded off.
-    """
+    """Return a placeholder as `convert` casts or moves its value, without its memory."""
     value = one_value(own)
     converted = convert(value)
     if converted is value:
         return own
     placeholder = converted.expand(own.shape).as_subclass(type(own))
-    identity = getattr(own, IDENTITY, None)
-    if identity:
-        is_exact = own.dtype in (identity.dtype, converted.dtype)
-        if not is_exact and converted.dtype.itemsize >= own.dtype.itemsize:
-            raise LoadError(READ_TOO_EARLY)
-        setattr(placeholder, IDENTITY, identity)
+    copy_identity(own, placeholder)
+    if converted.itemsize < getattr(own, ROUNDED, own.dtype).itemsize:
+        setattr(placeholder, ROUNDED, converted.dtype)
     if not converted.isnan():
         raise LoadError(READ_TOO_EARLY)
     return placeholder
+
+
+def copy_identity(source: Tensor, target: Tensor) -> None:
+    """Let a placeholder stand for the same weight as another, rounded in the same way."""
+    for name in (IDENTITY, ROUNDED):
+        if hasattr(source, name):
+            setattr(target, name, getattr(source, name))
 
 
 def is_initialization(function: Callable) -> bool:
@@ -270,7 +272,7 @@ def insert_placeholders(model: Module, checkpoint: object) -> None:
     for buffer in model.buffers():
         setattr(buffer, INITIALIZED, True)
     for parameter, names in names_by_parameter(model).items():
-        setattr(parameter, IDENTITY, Identity(checkpoint, names, parameter.dtype))
+        setattr(parameter, IDENTITY, Identity(checkpoint, names))
         setattr(parameter, INITIALIZED, True)
         if parameter.is_meta and type(parameter) is Parameter:
             parameter.requires_grad_(parameter.is_floating_point())

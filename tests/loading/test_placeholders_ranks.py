@@ -303,7 +303,12 @@ def _to_integers_and_back(model):
         parameter.data = parameter.data.to(torch.int32).float()
 
 
-ROUNDS = (_down_and_up, _down_and_up_at_once, _down_and_up_in_new_parameters, _to_integers_and_back)
+def _cast_a_copy(model):
+    layer = model.model.layers[0]
+    layer.mlp.up_proj = copy.deepcopy(layer.mlp.gate_proj).bfloat16().float()
+
+
+ROUNDS = (_down_and_up, _down_and_up_at_once, _down_and_up_in_new_parameters, _cast_a_copy)
 
 
 CASTS = (_to_bfloat16, _bfloat16, _half, _double, _cpu, _up_and_down, _cast_data)
@@ -313,8 +318,9 @@ CASTS = (_to_bfloat16, _bfloat16, _half, _double, _cpu, _up_and_down, _cast_data
 def test_a_cast_has_the_values_of_stock(llama, source):
     cases = {edit.__name__: {"directory": llama, "edit": edit} for edit in CASTS}
     cases["widened"] = {"directory": llama, "edit": _down_and_up, "kwargs": {"dtype": "bfloat16"}}
+    cases |= {edit.__name__: {"directory": llama, "edit": edit} for edit in ROUNDS}
     refused = {"directory": llama, "must_refuse": True, "refusal": "read before"}
-    cases |= {edit.__name__: refused | {"edit": edit} for edit in ROUNDS}
+    cases["integers"] = refused | {"edit": _to_integers_and_back}
     compare(cases, source=source)
 
 
