@@ -216,6 +216,8 @@ def broadcast_adapters(model: Module, device: torch.device) -> None:
                 f"{different[:3]} were changed on some ranks only. Do the same on every rank: rank "
                 "0's values are sent to the others."
             )
+    if not distributed.can_send(device.type):
+        device = torch.device("cpu")
     for value in held.values():
         sent = value.detach().to(device).contiguous()
         dist.broadcast(sent, 0)
