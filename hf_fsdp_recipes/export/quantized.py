@@ -102,7 +102,9 @@ def _read(
         "quant_storage": held.dtype,
     }
     again = Layer([layer], state.dtype, options).quantize(value.to(held.device))
-    if not torch.equal(*(tensor.view(-1).view(torch.uint8) for tensor in (held, again))):
+    trained_bytes = held.view(-1).view(torch.uint8)
+    file_bytes = again.view(-1).view(torch.uint8)
+    if not torch.equal(trained_bytes, file_bytes):
         raise ExportError(
             "the files do not have the weights that were quantized, so the adapter cannot be "
             "merged. Export it alone."
