@@ -57,11 +57,14 @@ def start_to_scatter(
             rows = torch.empty(shard.shape, dtype=dtype, device=device)
         operations = [dist.P2POp(dist.irecv, rows, 0)]
     works = dist.batch_isend_irecv(operations) if operations else []
+    if full is not None:
+        shard.copy_(rows)  # meanwhile, the other rows are sent
 
-    def finish() -> None:  # on rank 0, it keeps the weight alive while that is sent
+    def finish() -> None:
         for work in works:
             work.wait()
-        shard.copy_(rows)  # does nothing if they were received in place
+        if full is None:  # which also keeps the weight alive on rank 0 while it is sent
+            shard.copy_(rows)  # does nothing if they were received in place
 
     return finish
 
