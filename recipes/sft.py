@@ -25,7 +25,7 @@ from hf_fsdp_recipes.training.checks import check_arguments, check_targets
 from hf_fsdp_recipes.training.rows import read_rows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
     from trl import SFTTrainer
 
     from hf_fsdp_recipes import ShardedCheckpointCallback
@@ -88,15 +88,18 @@ def find_checkpoint(arguments: Arguments) -> str | None:
     return wanted
 
 
-def load_tokenizer(arguments: Arguments) -> "PreTrainedTokenizerBase":
-    """Return the recipe's tokenizer. SFTTrainer sets its end token and chat template."""
-    from transformers import AutoTokenizer
+def load_tokenizer(arguments: Arguments) -> "PreTrainedTokenizerBase | ProcessorMixin":
+    """Return the recipe's tokenizer, or the processor of an image-text model.
+
+    SFTTrainer sets its end token and chat template.
+    """
+    from transformers import AutoProcessor
 
     own = arguments.model.model_name_or_path or arguments.recipe.config_name
     name = arguments.recipe.tokenizer_name or own
     options = {"revision": arguments.model.model_revision} if name == own else {}
     with explained(f"the tokenizer of {name} cannot be loaded"):
-        return AutoTokenizer.from_pretrained(
+        return AutoProcessor.from_pretrained(
             name, trust_remote_code=arguments.training.trust_remote_code, **options
         )
 

@@ -41,6 +41,20 @@ def image_text_model() -> Any:
     return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision))
 
 
+def save_image_text_model(directory: Path, text_model: str) -> None:
+    """Save a LLaVA model with its processor, whose tokenizer is that of another model."""
+    from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
+
+    image_text_model().save_pretrained(directory)
+    LlavaProcessor(
+        CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        AutoTokenizer.from_pretrained(text_model),
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        chat_template="with images: {{ messages }}",
+    ).save_pretrained(directory)
+
+
 @torch.no_grad()
 def change(model: torch.nn.Module, only: str = "") -> None:
     """Add the same random values on every rank to the parameters with `only` in their names."""

@@ -20,6 +20,7 @@ from tests.export.cases import (
     image_text_model,
     load,
     merge,
+    save_image_text_model,
     tensors,
 )
 from tests.ranks.harness import FSDP2, fsdp_environment, run_ranks
@@ -158,18 +159,8 @@ def test_an_adapter_is_merged_into_files_that_hold_experts_one_by_one(
 
 @pytest.fixture(scope="module")
 def image_text(tiny_model, tmp_path_factory):
-    """Return the directory of a LLaVA model with its processor."""
-    from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
-
     directory = tmp_path_factory.mktemp("image_text")
-    image_text_model().save_pretrained(directory)
-    LlavaProcessor(
-        CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
-        AutoTokenizer.from_pretrained(tiny_model()),
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        chat_template="with images: {{ messages }}",
-    ).save_pretrained(directory)
+    save_image_text_model(directory, tiny_model())
     return directory
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.export.cases import save_image_text_model
 from tests.ranks.harness import (
     printed_by,
     read_losses,
@@ -81,6 +82,19 @@ def test_a_killed_lora_run_resumes_exactly_and_leaves_exactly_its_files(
         one, other = load_file(whole / name), load_file(killed / name)
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     AutoModelForCausalLM.from_pretrained(whole / "export_merged")
+
+
+def test_the_export_of_an_image_text_model_has_its_processor(tiny_model, text_file, tmp_path):
+    from transformers import AutoProcessor
+
+    save_image_text_model(tmp_path / "model", tiny_model())
+    values = {"model_name_or_path": tmp_path / "model", "dataset_name": text_file, "max_steps": 1}
+    output = {"output_dir": tmp_path / "run"}
+    argv = write_recipe(tmp_path / "recipe.yaml", SETTINGS | values | output)
+    run_ranks(run_recipe, 2, argv, environment=template_environment(CPU))
+    AutoProcessor.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "stock")
+    exported = _names(tmp_path / "run" / "export")
+    assert exported >= _names(tmp_path / "stock") >= {"processor_config.json"}
 
 
 @pytest.mark.slow
