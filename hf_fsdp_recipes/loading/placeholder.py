@@ -61,12 +61,16 @@ OVERWRITES = (
     "uniform_",
     "zero_",
 )
-CASTS = (
+# Functions whose result has the same values, perhaps rounded.
+COPIES = (
     Tensor.to,
     Tensor.float,
     Tensor.double,
     Tensor.half,
     Tensor.bfloat16,
+    Tensor.clone,
+    Tensor.contiguous,
+    torch.clone,
 )
 # Functions that use nothing of their later arguments but shape, dtype and device.
 USES_NO_VALUES = (
@@ -134,8 +138,8 @@ class Placeholder(Tensor):
         others = inputs[1:]
         name = function.__name__
         run = partial(run_on_plain_tensors, function, types)
-        if isinstance(own, Placeholder) and function in CASTS:
-            return cast(own, lambda value: run((value, *args[1:]), named))
+        if isinstance(own, Placeholder) and function in COPIES:
+            return copy_without_memory(own, lambda value: run((value, *args[1:]), named))
         is_changed = name.endswith("_") and not name.endswith("__") and name not in KEEPS_VALUES
         if any(isinstance(other, Placeholder) for other in others):
             if function == SET_DATA and is_same(own, others[0]):
@@ -195,13 +199,14 @@ def without_values(function: Callable, result: Any, own: Tensor) -> Any:
     return view
 
 
-def cast(own: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a placeholder as `convert` casts or moves its value, without its memory."""
+def copy_without_memory(own: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a placeholder as `copy` casts, moves or copies its value."""
     value = one_value(own)
-    converted = convert(value)
+    converted = copy(value)
     if converted is value:
         return own
-    placeholder = converted.expand(own.shape).as_subclass(type(own))
+    cls = type(own) if is_placeholder(own) else Computed
+    placeholder = converted.expand(own.shape).as_subclass(cls)
     copy_identity(own, placeholder)
     if converted.itemsize < getattr(own, ROUNDED, own.dtype).itemsize:
         setattr(placeholder, ROUNDED, converted.dtype)

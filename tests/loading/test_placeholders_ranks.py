@@ -238,6 +238,17 @@ def _share_a_weight(model):
     layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.gate_proj.weight.detach())
 
 
+def _clone_a_weight(model):
+    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+
+
+def _clone_rows_and_overwrite(model):
+    start = model.model.embed_tokens.weight.data[:1].clone()
+    model.start = torch.nn.Parameter(start.fill_(3))
+
+
 NEEDS_NO_VALUES = (
     _initialize_again,
     _ask,
@@ -245,6 +256,8 @@ NEEDS_NO_VALUES = (
     _wrap_data,
     _copy_a_weight,
     _share_a_weight,
+    _clone_a_weight,
+    _clone_rows_and_overwrite,
 )
 
 
