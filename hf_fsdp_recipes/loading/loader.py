@@ -198,7 +198,7 @@ def broadcast_adapters(model: Module, device: torch.device) -> None:
     """Broadcast rank 0's values of all tensors that are not placeholders. Collective.
 
     These are parameters such as those of adapters, and buffers. Raise a LoadError if one contains
-    NaN, or if the ranks have different placeholders.
+    NaN or if a buffer is a placeholder, or if the ranks have different placeholders.
     """
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     held = {name: value for name, value in tensors.items() if not is_placeholder(value)}
@@ -210,6 +210,9 @@ def broadcast_adapters(model: Module, device: torch.device) -> None:
                     f"{name} contains NaN. If it was made from a weight that was not loaded, or "
                     f"changed in part before it was loaded: {OFFLINE}."
                 )
+        for name, buffer in model.named_buffers():
+            if is_placeholder(buffer):
+                raise LoadError(f"the buffer {name} uses a weight before it is loaded. {OFFLINE}.")
         different = sorted(held.keys() ^ set(main_names))
         if different:
             raise LoadError(

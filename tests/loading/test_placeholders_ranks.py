@@ -409,10 +409,14 @@ def _orthogonalize(model):
     torch.nn.init.orthogonal_(_weight(model))
 
 
-CHANGES = (_zero_padding, _set_row, _orthogonalize)
+def _keep_in_buffer(model):
+    model.register_buffer("start", _weight(model).data)
 
 
-def test_a_change_of_old_values_is_refused(llama):
+CHANGES = (_zero_padding, _set_row, _orthogonalize, _keep_in_buffer)
+
+
+def test_what_needs_old_values_later_is_refused(llama):
     text = "before it (is|was) loaded"
     case = {"directory": llama, "must_refuse": True, "refusal": text}
     compare({change.__name__: case | {"edit": change} for change in CHANGES})
