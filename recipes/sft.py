@@ -59,7 +59,7 @@ def find_checkpoint(arguments: Arguments) -> str | None:
     """
     from hf_fsdp_recipes import keep_global_batch, latest_checkpoint
     from hf_fsdp_recipes.saving.directory import read_manifest
-    from hf_fsdp_recipes.saving.resume import find_damage
+    from hf_fsdp_recipes.saving.resume import find_damage_together
 
     training = arguments.training
     wanted = training.resume_from_checkpoint
@@ -68,11 +68,10 @@ def find_checkpoint(arguments: Arguments) -> str | None:
         wanted = latest_checkpoint(training.output_dir)
     elif wanted:
         with explained(f"{wanted} cannot be resumed from"):
-            damage = find_damage(Path(wanted), distributed.rank(), distributed.world_size())
-        damages = [damage for damage in distributed.gather(damage) if damage]
-        if damages:
+            damage = find_damage_together(Path(wanted))
+        if damage:
             raise CheckpointError(
-                f"{wanted} cannot be resumed from: {damages[0]}. Set resume_from_checkpoint: auto."
+                f"{wanted} cannot be resumed from: {damage}. Set resume_from_checkpoint: auto."
             )
     if not wanted:
         return None

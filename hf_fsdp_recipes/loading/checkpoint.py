@@ -122,11 +122,10 @@ class Checkpoint:
         Raises:
             LoadError: a weight is missing or has the wrong shape.
         """
+        # transformers converts for this copy, which nothing wraps, quantizes or casts.
+        self._twin = deepcopy(model)
         weights = model.state_dict()
         entries = self._match_tensors(model, weights)
-        if any(entry.kind == "converted" for entry in entries):
-            # transformers converts for this copy, which nothing wraps, quantizes or casts.
-            self._twin = deepcopy(model)
         position = {key: number for number, key in enumerate(self.file_of)}
         entries.sort(key=lambda entry: position[entry.key])
         present = self._find_present(model, entries)

@@ -92,13 +92,15 @@ def prepare_model(
     kwargs: Arguments,
 ) -> PreTrainedModel:
     """Return a model of placeholders, with a loader of its weights. Collective."""
-    kwargs = {name: kwargs[name] for name in kwargs if kwargs[name] is not None}
+    kwargs = {
+        name: value
+        for name, value in kwargs.items()
+        if value is not None and name not in WITHOUT_EFFECT
+    }
     revision = kwargs.get("revision")
     dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", "auto"))
     quantization_config = kwargs.pop("quantization_config", None)
     key_mapping = kwargs.pop("key_mapping", None)
-    for name in WITHOUT_EFFECT:
-        kwargs.pop(name, None)
     if kwargs.get("trust_remote_code"):
         # The classes in a model's own code cannot be sent.
         with distributed.agreed():

@@ -195,24 +195,21 @@ def _refuse(*args: object, **kwargs: object) -> None:
 
 
 def broadcast_adapters(model: Module, device: torch.device) -> None:
-    """Broadcast rank 0's values of all tensors that are not placeholders. Collective.
+    """Broadcast rank 0's buffers, and its parameters that are no placeholders. Collective.
 
-    These are parameters such as those of adapters, and buffers. Raise a LoadError if one contains
-    NaN or if a buffer is a placeholder, or if the ranks have different placeholders.
+    Such parameters are those of adapters. Raise a LoadError if a tensor contains NaN, or if the
+    ranks have different placeholders.
     """
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    held = {name: value for name, value in tensors.items() if not is_placeholder(value)}
+    held = dict(model.named_buffers())
+    held.update(item for item in model.named_parameters() if not is_placeholder(item[1]))
     main_names = distributed.from_main(list(held))
     with distributed.agreed():
         for name, value in held.items():
-            if value.isnan().any():
+            if is_placeholder(value) or value.isnan().any():
                 raise LoadError(
                     f"{name} contains NaN. If it was made from a weight that was not loaded, or "
                     f"changed in part before it was loaded: {OFFLINE}."
                 )
-        for name, buffer in model.named_buffers():
-            if is_placeholder(buffer):
-                raise LoadError(f"the buffer {name} uses a weight before it is loaded. {OFFLINE}.")
         different = sorted(held.keys() ^ set(main_names))
         if different:
             raise LoadError(

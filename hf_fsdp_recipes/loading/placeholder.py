@@ -49,29 +49,14 @@ KEEPS_VALUES = ("requires_grad_", "detach_", "share_memory_")
 # Those that do not read old values. The functions of torch.nn.init do not either.
 OVERWRITES = (
     "__setitem__",
-    "bernoulli_",
-    "cauchy_",
     "copy_",
-    "exponential_",
     "fill_",
-    "geometric_",
-    "log_normal_",
     "normal_",
-    "random_",
     "uniform_",
     "zero_",
 )
-# Functions whose result has the same values, perhaps rounded.
-COPIES = (
-    Tensor.to,
-    Tensor.float,
-    Tensor.double,
-    Tensor.half,
-    Tensor.bfloat16,
-    Tensor.clone,
-    Tensor.contiguous,
-    torch.clone,
-)
+# Those whose result has the same values, perhaps rounded.
+COPIES = ("to", "float", "double", "half", "bfloat16", "clone", "contiguous")
 # Functions that use nothing of their later arguments but shape, dtype and device.
 USES_NO_VALUES = (
     "to",
@@ -138,7 +123,7 @@ class Placeholder(Tensor):
         others = inputs[1:]
         name = function.__name__
         run = partial(run_on_plain_tensors, function, types)
-        if isinstance(own, Placeholder) and function in COPIES:
+        if isinstance(own, Placeholder) and name in COPIES:
             return copy_without_memory(own, lambda value: run((value, *args[1:]), named))
         is_changed = name.endswith("_") and not name.endswith("__") and name not in KEEPS_VALUES
         if any(isinstance(other, Placeholder) for other in others):
@@ -268,19 +253,21 @@ def is_placeholder(parameter: Tensor) -> bool:
     return hasattr(parameter, IDENTITY)
 
 
-def insert_placeholders(model: Module, checkpoint: object) -> None:
+def insert_placeholders(model: Any, checkpoint: object) -> None:
     """Replace a model's meta parameters with placeholders, and give all parameters their identity.
 
-    As in `from_pretrained`, all of them are trained, even those that the model's class freezes, and
-    the model's own methods do not initialize them again.
+    As in `from_pretrained`, parameters are trained unless the model's own initialization freezes
+    them, and that initializes nothing that is loaded.
     """
-    for buffer in model.buffers():
-        setattr(buffer, INITIALIZED, True)
-    for parameter, names in names_by_parameter(model).items():
+    identities = names_by_parameter(model)
+    for tensor in [*identities, *model.buffers()]:
+        setattr(tensor, INITIALIZED, True)
+    for parameter in identities:
+        parameter.requires_grad_(type(parameter) is Parameter and parameter.is_floating_point())
+    model.initialize_weights()
+    for parameter, names in identities.items():
         setattr(parameter, IDENTITY, Identity(checkpoint, names))
-        setattr(parameter, INITIALIZED, True)
-        if parameter.is_meta and type(parameter) is Parameter:
-            parameter.requires_grad_(parameter.is_floating_point())
+        if parameter.is_meta:
             swap_tensors(parameter, make_placeholder(parameter))
 
 

@@ -479,6 +479,19 @@ def test_a_replaced_parameter_keeps_its_values(lora, llama):
     compare({replace.__name__: case | {"edit": replace} for replace in REPLACEMENTS})
 
 
+# Frozen weights.
+
+
+def test_what_a_models_own_initialization_freezes_stays_frozen(tmp_path):
+    from transformers import HrmTextConfig, HrmTextForCausalLM
+
+    size = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "vocab_size": 307}
+    config = HrmTextConfig(**size, num_attention_heads=2, num_key_value_heads=2)
+    model = HrmTextForCausalLM(config)
+    assert not model.model.z_L_init.requires_grad
+    compare({"hrm_text": {"directory": _save(model, tmp_path / "model")}})
+
+
 # Buffers.
 
 
