@@ -88,19 +88,21 @@ def find_checkpoint(arguments: Arguments) -> str | None:
 
 
 def load_tokenizer(arguments: Arguments) -> "PreTrainedTokenizerBase | ProcessorMixin":
-    """Return the recipe's tokenizer, or the processor of an image-text model.
+    """Return the processor of an image-text model if it has one, or else the recipe's tokenizer.
 
     SFTTrainer sets its end token and chat template.
     """
-    from transformers import AutoProcessor
+    from transformers import AutoProcessor, AutoTokenizer
 
     own = arguments.model.model_name_or_path or arguments.recipe.config_name
     name = arguments.recipe.tokenizer_name or own
-    options = {"revision": arguments.model.model_revision} if name == own else {}
+    options: dict[str, Any] = {"trust_remote_code": arguments.training.trust_remote_code}
+    if name == own:
+        options["revision"] = arguments.model.model_revision
     with explained(f"the tokenizer of {name} cannot be loaded"):
-        return AutoProcessor.from_pretrained(
-            name, trust_remote_code=arguments.training.trust_remote_code, **options
-        )
+        with contextlib.suppress(OSError, ValueError):
+            return AutoProcessor.from_pretrained(name, **options)
+        return AutoTokenizer.from_pretrained(name, **options)
 
 
 def build_model(arguments: Arguments) -> "PreTrainedModel":
