@@ -49,9 +49,14 @@ KEEPS_VALUES = ("requires_grad_", "detach_", "share_memory_")
 # Those that do not read old values. The functions of torch.nn.init do not either.
 OVERWRITES = (
     "__setitem__",
+    "cauchy_",
     "copy_",
+    "exponential_",
     "fill_",
+    "geometric_",
+    "log_normal_",
     "normal_",
+    "random_",
     "uniform_",
     "zero_",
 )
@@ -190,8 +195,9 @@ def copy_without_memory(own: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor
     converted = copy(value)
     if converted is value:
         return own
-    cls = type(own) if is_placeholder(own) else Computed
-    placeholder = converted.expand(own.shape).as_subclass(cls)
+    placeholder = converted.expand(own.shape).as_subclass(
+        type(own) if is_placeholder(own) else Computed
+    )
     copy_identity(own, placeholder)
     if converted.itemsize < getattr(own, ROUNDED, own.dtype).itemsize:
         setattr(placeholder, ROUNDED, converted.dtype)
@@ -257,7 +263,7 @@ def insert_placeholders(model: Any, checkpoint: object) -> None:
     """Replace a model's meta parameters with placeholders, and give all parameters their identity.
 
     As in `from_pretrained`, parameters are trained unless the model's own initialization freezes
-    them, and that initializes nothing that is loaded.
+    them. It changes no values, because all of them count as initialized.
     """
     identities = names_by_parameter(model)
     for tensor in [*identities, *model.buffers()]:

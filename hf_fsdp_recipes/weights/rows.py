@@ -60,10 +60,10 @@ def start_to_scatter(
     if full is not None:
         shard.copy_(rows)  # meanwhile, the other rows are sent
 
-    def finish() -> None:
+    def finish() -> None:  # on rank 0, its use of `full` keeps the weight alive while it is sent
         for work in works:
             work.wait()
-        if full is None:  # which also keeps the weight alive on rank 0 while it is sent
+        if full is None:
             shard.copy_(rows)  # does nothing if they were received in place
 
     return finish
