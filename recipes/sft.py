@@ -14,6 +14,8 @@ checkpoint-<step>/, export/, metrics.jsonl, report.md and plots to --output_dir.
 
 import contextlib
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,12 @@ from hf_fsdp_recipes.training.checks import check_arguments, check_targets
 from hf_fsdp_recipes.training.rows import read_rows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import (
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+        TrainerCallback,
+    )
     from trl import SFTTrainer
 
     from hf_fsdp_recipes import ShardedCheckpointCallback
@@ -143,6 +150,38 @@ def build_model(arguments: Arguments) -> "PreTrainedModel":
     return load_model(model.model_name_or_path, auto_class=auto_class, **source, **options)
 
 
+def announce_model() -> "TrainerCallback":
+    """Return a callback that prints one line about the sharded model before it is trained."""
+    from transformers import TrainerCallback
+
+    class ModelLine(TrainerCallback):
+        def on_train_begin(self, *_: object, **kwargs: Any) -> None:
+            distributed.print_main(describe_model(kwargs["model"]))
+
+    return ModelLine()
+
+
+def describe_model(model: Any) -> str:
+    """Return a model's class, how many of its parameters are trained, and its FSDP units."""
+    from hf_fsdp_recipes.training.units import units_of
+
+    num_trained = 0
+    num_parameters = 0
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            size = parameter.numel()
+            if hasattr(module, "quant_state"):  # bitsandbytes packs two weights into a byte
+                size = 2 * parameter.nbytes
+            num_parameters += size
+            num_trained += size * parameter.requires_grad
+    units = Counter(type(unit).__name__ for unit in units_of(model))
+    found = ", ".join(f"{count} x {name}" for name, count in units.items()) or "none"
+    return (
+        f"{type(model).__name__}: trains {num_trained:,} of {num_parameters:,} parameters; "
+        f"FSDP units: {found}"
+    )
+
+
 def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> "SFTTrainer":
     """Return TRL's trainer with this package's callbacks. Every rank calls this."""
     from trl import SFTTrainer, get_peft_config
@@ -172,6 +211,7 @@ def build_trainer(arguments: Arguments, saving: "ShardedCheckpointCallback") -> 
             peft_config=adapter,
             callbacks=[
                 MetricsCallback(throughput_warmup_steps=arguments.recipe.throughput_warmup_steps),
+                announce_model(),
                 saving,
             ],
             optimizer_cls_and_kwargs=sharded_optimizer(training),
@@ -215,6 +255,9 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
+    # No recipe can avoid them: TRL sets this field, and PEFT reads the property, by a name that
+    # transformers has replaced in 5.23.
+    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing` is deprecated")
     with distributed.exit_with_message():
         patches.enable_cpu_ranks()
         main(parse_arguments(sys.argv[1:]))

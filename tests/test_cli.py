@@ -104,6 +104,24 @@ def test_recipes_are_listed_name_a_template_and_are_copied_with_the_files_that_t
     assert Path("launch.slurm").read_text() == "my own"
 
 
+def test_only_recipes_are_copied_and_nothing_is_written_outside_of_the_directory(
+    monkeypatch, tmp_path
+):
+    shared = tmp_path / "shared"
+    (shared / "recipes").mkdir(parents=True)
+    (shared / "rows.jsonl").touch()
+    (shared / "recipes" / "own.jsonl").touch()
+    recipe = shared / "recipes" / "mine.yaml"
+    recipe.write_text("dataset_name: ../rows.jsonl\ntokenizer_name: own.jsonl\n")
+    (tmp_path / "a" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "here")
+    assert run(cli.app, ["recipes", "copy", "../../shared/recipes/mine.yaml"]).exit_code == 0
+    copied = {file.name for file in (tmp_path / "a").rglob("*") if file.is_file()}
+    assert copied == {"mine.yaml", "own.jsonl", "launch.slurm"}
+    refused = run(cli.app, ["recipes", "copy", "sft.py"])
+    assert refused.exit_code == 1 and not Path("sft.py").exists()
+
+
 def test_arguments_go_to_the_launcher_or_to_the_script_in_any_order(monkeypatch):
     from hf_fsdp_recipes.upstream import accelerate_internals
 

@@ -60,8 +60,7 @@ class MetricsCallback(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Print the wrapped model and start measuring."""
-        distributed.print_main(str(model))
+        """Start measuring."""
         start = _describe_run(args, state, model)
         # A stream has no length. Accelerate's shard of it raises an error.
         with suppress(Exception):
@@ -73,8 +72,7 @@ class MetricsCallback(TrainerCallback):
         except Exception as error:  # models from outside transformers may raise anything
             start["no_mfu"] = str(error)
         self._start: Entry | None = start  # until it is written
-        assert args.output_dir is not None
-        self._file = Path(args.output_dir) / metrics_file.METRICS_FILE
+        self._file = Path(str(args.output_dir)) / metrics_file.METRICS_FILE
         self._warm_at_step = state.global_step + self._warmup_steps
         self._is_running = True
         self._counts = torch.zeros(2, dtype=torch.int64, device=args.device)

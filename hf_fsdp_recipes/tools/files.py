@@ -93,14 +93,14 @@ def make_app(kind: Kind, command: Callable) -> Typer:
 def copy(name: Name) -> None:
     """Copy a recipe, the files that it names, and launch.slurm into the current directory.
 
-    A file that exists already is kept.
+    A file that exists already is kept. Files that are not in the recipe's folder are not copied.
     """
     recipe = find_file("recipe", name)
     sources = {recipe.name: recipe}
-    if recipe.suffix == ".yaml":
-        for value in read_settings(recipe).values():
-            if isinstance(value, str) and (recipe.parent / value).is_file():
-                sources[value] = recipe.parent / value
+    for value in map(str, read_settings(recipe).values()):
+        source = recipe.parent / value
+        if os.path.isfile(source) and ".." not in Path(value).parts:
+            sources[value] = source
     sources["launch.slurm"] = shipped_directory("recipe") / "launch.slurm"
     for target, source in sources.items():
         if Path(target).exists():

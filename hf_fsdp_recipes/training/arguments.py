@@ -132,6 +132,7 @@ def _build_parser() -> "TrlParser":
     parser.set_defaults(
         bf16=precision == "bf16",
         fp16=precision == "fp16",
+        log_level_replica="error",  # rank 0 gives the same warnings
     )
     if are_cpu_ranks_requested():
         parser.set_defaults(use_cpu=True, dataloader_pin_memory=False)

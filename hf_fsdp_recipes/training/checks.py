@@ -5,6 +5,7 @@ It finds only mistakes that upstream ignores, finds too late or does not name.
 
 import os
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -19,15 +20,6 @@ from hf_fsdp_recipes.upstream.patches import is_fsdp_requested
 
 if TYPE_CHECKING:
     from trl import SFTConfig
-
-LORA_FIELDS = (
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "lora_modules_to_save",
-    "use_dora",
-)
 
 
 def check_arguments(arguments: Arguments) -> None:
@@ -68,15 +60,17 @@ def _check_model_and_rows(arguments: Arguments) -> Iterator[str]:
         yield "config_overrides needs config_name."
     if not 0 <= percentage < 100:
         yield f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."
-    if percentage > 0 and arguments.is_streamed:
+    if percentage and arguments.is_streamed:
         yield "A stream cannot be split. Remove validation_split_percentage."
-    if model.use_peft:
-        return
-    changed = [name for name in LORA_FIELDS if getattr(model, name) != getattr(type(model), name)]
-    if changed:
+    changed = [
+        field.name
+        for field in fields(model)
+        # The name or the help of each field that only LoRA uses says so.
+        if "lora" in str(field).lower() and getattr(model, field.name) != field.default
+    ]
+    changed += ["merge_adapter"] * recipe.merge_adapter
+    if changed and not model.use_peft:
         yield f"{', '.join(changed)} without use_peft: true would train all weights."
-    if recipe.merge_adapter:
-        yield "merge_adapter needs use_peft: true."
 
 
 def _check_training(training: "SFTConfig") -> Iterator[str]:
