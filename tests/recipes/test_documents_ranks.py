@@ -82,7 +82,7 @@ def test_distributed_training_guide_offload_has_the_same_losses_and_units_follow
     assert read_losses(offloaded) == read_losses(sharded)
     run, printed = train("llama2_70b_size_wrap")
     # The guide's units for 70B.
-    assert "(self_attn): FSDPLlamaAttention" in printed and "(gate_proj): FSDPLinear" in printed
+    assert "2 x FSDPLlamaAttention" in printed and " x FSDPLinear" in printed
     assert all(
         {"device_peak_bytes", "device_valley_bytes"} <= entry.keys()
         for entry in read_metrics(run / "metrics.jsonl")

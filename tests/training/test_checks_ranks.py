@@ -4,8 +4,10 @@ There is one case for each check.
 """
 
 import contextlib
+import inspect
 import io
 import os
+import re
 from unittest import mock
 
 import pytest
@@ -28,7 +30,7 @@ REFUSED = [
     ({"validation_split_percentage": "100"}, {}, "validation_split_percentage is 100"),
     (STREAM | {"validation_split_percentage": "4"}, {}, "A stream cannot be split"),
     ({"lora_r": "4"}, {}, "lora_r without use_peft"),
-    ({"merge_adapter": "true"}, {}, "merge_adapter needs use_peft"),
+    ({"merge_adapter": "true"}, {}, "merge_adapter without use_peft"),
     ({}, {"WORLD_SIZE": "2"}, "2 ranks were launched, but Trainer sees 1"),
     ({}, {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, "FULL_STATE_DICT"),
     ({}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16: false"),
@@ -86,3 +88,35 @@ def test_what_may_surprise_is_said(number, outcomes):
     printed, says = outcomes[len(REFUSED) + number], SAID[number][2]
     assert says in printed and bool(says) == bool(printed)
     assert ("master weights" in printed) == ("trained in" in says)
+
+
+def _set_adapter_fields():
+    """Set each field that only adapters use, without use_peft. Return the errors. Runs on one rank.
+
+    The fields are those that TRL passes to PEFT, and those that quantize the base model.
+    """
+    from trl import ModelConfig, get_peft_config
+
+    from hf_fsdp_recipes.errors import RecipeError
+    from hf_fsdp_recipes.training.arguments import parse_arguments
+    from hf_fsdp_recipes.training.checks import check_arguments
+
+    values = {bool: "true", int: "3", float: "0.5", str: "SEQ_CLS", type(None): "q_proj"}
+    names = set(re.findall(r"model_args\.(\w+)", inspect.getsource(get_peft_config)))
+    names = names - {"use_peft"} | {"load_in_4bit", "load_in_8bit"}
+    given = [word for name, value in GOOD.items() for word in (f"--{name}", value)]
+    found = {}
+    for name in names:
+        value = values[type(getattr(ModelConfig, name))]
+        try:
+            check_arguments(parse_arguments([*given, f"--{name}", value]))
+        except RecipeError as error:
+            found[name] = str(error)
+    return names, found
+
+
+def test_every_field_of_an_adapter_is_refused_without_use_peft():
+    [(names, found)] = run_ranks(_set_adapter_fields, 1, environment=template_environment(CPU))
+    assert names >= {"lora_r", "lora_target_parameters", "use_rslora", "use_dora", "lora_task_type"}
+    for name in names:
+        assert f"{name} without use_peft: true would train all weights" in found[name]
