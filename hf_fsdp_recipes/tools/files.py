@@ -97,9 +97,9 @@ def copy(name: Name) -> None:
     """
     recipe = find_file("recipe", name)
     sources = {recipe.name: recipe}
-    for value in map(str, read_settings(recipe).values()):
-        source = recipe.parent / value
-        if os.path.isfile(source) and ".." not in Path(value).parts:
+    for value in read_settings(recipe).values():
+        source = recipe.parent / str(value)
+        if isinstance(value, str) and ".." not in Path(value).parts and source.is_file():
             sources[value] = source
     sources["launch.slurm"] = shipped_directory("recipe") / "launch.slurm"
     for target, source in sources.items():

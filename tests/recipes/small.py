@@ -25,11 +25,13 @@ COLUMNS = {
     "smangrul/code-chat-assistant-v1": lambda i, s: {
         "content": f"<|prompter|> {i} <|endoftext|> <|assistant|> {s}"
     },
-    "HuggingFaceTB/smoltalk": lambda i, s: {
+    "trl-lib/Capybara": lambda i, s: {
+        "source": "Airoboros",
         "messages": [
             {"role": "user", "content": f"Number {i}?"},
             {"role": "assistant", "content": s},
-        ]
+        ],
+        "num_turns": 1,
     },
     "allenai/c4": lambda i, s: {"text": f"{s} {s}", "timestamp": str(i), "url": "example.org"},
 }
