@@ -51,7 +51,7 @@ lint: $(VENV)/.installed
 	$(BIN)/python tests/private_names.py
 
 bench: $(VENV)/.installed
-	for claim in load save export step plan; do $(BIN)/python -m benchmarks.$$claim || exit 1; done
+	for claim in load save export step plan recipes; do $(BIN)/python -m benchmarks.$$claim || exit 1; done
 
 # Kills runs at random moments and resumes them, in a new directory. Then compares random runs with stock Trainer's.
 KILLS ?= 1000

@@ -1,10 +1,11 @@
-"""Calculates how long each shipped recipe trains: rows, tokens, steps, logs, saves and hours.
+"""Calculates how long each shipped recipe trains: rows, tokens, steps, logs, saves and time.
 
     python -m benchmarks.recipes
 
 Nothing is trained or downloaded. Settings come from the recipe and its template, FLOPs from the
-model's config, and the datasets' sizes from their pages. Hours assume 40 % of the device's peak.
-Loading, saving and exporting come on top. With parameters in host memory, a run takes longer.
+model's config, and the datasets' sizes from their pages. Times assume a fifth of the device's peak,
+as one H100 and one H200 reached (docs/measured.md). Padding, loading, saves and evaluation come on
+top. With parameters in host memory, a run takes longer.
 """
 
 import math
@@ -12,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-UTILIZATION = 0.4
+UTILIZATION = 0.2
 TINY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 H100 = "NVIDIA H100 80GB HBM3"
 RTX_4090 = "NVIDIA GeForce RTX 4090"
