@@ -136,7 +136,8 @@ def build_model(arguments: Arguments) -> "PreTrainedModel":
     if recipe.config_name:
         transformers.set_seed(training.seed)
         config = transformers.AutoConfig.from_pretrained(recipe.config_name)
-        config.update_from_string(recipe.config_overrides or "")
+        if recipe.config_overrides:
+            config.update_from_string(recipe.config_overrides)
         return transformers.AutoModelForCausalLM.from_config(config, **options)
     source = {"revision": model.model_revision}
     # Unlike a config's class, this needs no code of the model.

@@ -70,7 +70,7 @@ def _check_model_and_rows(arguments: Arguments) -> Iterator[str]:
     ]
     changed += ["merge_adapter"] * recipe.merge_adapter
     if changed and not model.use_peft:
-        yield f"{', '.join(changed)} without use_peft: true would train all weights."
+        yield f"Set use_peft: true for {', '.join(changed)}. Without it, all weights are trained."
 
 
 def _check_training(training: "SFTConfig") -> Iterator[str]:

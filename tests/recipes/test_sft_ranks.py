@@ -257,3 +257,21 @@ def test_a_recipe_trains_a_model_with_its_own_code(tiny_model, chat_file, tmp_pa
     argv = write_recipe(tmp_path / "recipe.yaml", SETTINGS | values)
     run_ranks(run_recipe, 2, argv, environment=template_environment(CPU))
     assert {"own.py", "model.safetensors"} <= _names(output / "export")
+
+
+@pytest.mark.parametrize("overrides", [None, "num_hidden_layers=1"])
+def test_a_new_model_is_trained_from_its_config(overrides, tiny_model, text_file, tmp_path):
+    from transformers import AutoConfig
+
+    name = tiny_model("llama")
+    values = {
+        "config_name": name,
+        "tokenizer_name": name,
+        "config_overrides": overrides,
+        "dataset_name": text_file,
+    }
+    argv = [*write_recipe(tmp_path / "recipe.yaml", SETTINGS | values), "--output_dir", tmp_path]
+    run_ranks(run_recipe, 2, argv, environment=template_environment(CPU))
+    assert len(read_losses(tmp_path)) == 4
+    num_layers = AutoConfig.from_pretrained(tmp_path / "export").num_hidden_layers
+    assert num_layers == (1 if overrides else AutoConfig.from_pretrained(name).num_hidden_layers)

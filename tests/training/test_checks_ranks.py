@@ -29,8 +29,8 @@ REFUSED = [
     ({"num_train_epochs": "0"}, {}, "num_train_epochs is 0"),
     ({"validation_split_percentage": "100"}, {}, "validation_split_percentage is 100"),
     (STREAM | {"validation_split_percentage": "4"}, {}, "A stream cannot be split"),
-    ({"lora_r": "4"}, {}, "lora_r without use_peft"),
-    ({"merge_adapter": "true"}, {}, "merge_adapter without use_peft"),
+    ({"lora_r": "4"}, {}, "use_peft: true for lora_r"),
+    ({"merge_adapter": "true"}, {}, "use_peft: true for merge_adapter"),
     ({}, {"WORLD_SIZE": "2"}, "2 ranks were launched, but Trainer sees 1"),
     ({}, {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, "FULL_STATE_DICT"),
     ({}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16: false"),
@@ -119,4 +119,4 @@ def test_every_field_of_an_adapter_is_refused_without_use_peft():
     [(names, found)] = run_ranks(_set_adapter_fields, 1, environment=template_environment(CPU))
     assert names >= {"lora_r", "lora_target_parameters", "use_rslora", "use_dora", "lora_task_type"}
     for name in names:
-        assert f"{name} without use_peft: true would train all weights" in found[name]
+        assert f"Set use_peft: true for {name}. Without it, all weights are trained." in found[name]
