@@ -18,7 +18,7 @@ from typer import Context, Option
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.settings import read_settings
 from hf_fsdp_recipes.tools.files import RecipeOption, TemplateOption, find_file
-from hf_fsdp_recipes.tools.launch import read_launch
+from hf_fsdp_recipes.tools.launch import find_missing_devices, read_launch
 
 PROBE_BYTES = 64 << 20  # a disk with less free space counts as full
 ANSWER_SECONDS = 10.0  # limit for the greeting, which another preflight answers at once
@@ -84,7 +84,7 @@ def preflight(
         os.getpid(),
         launch.num_machines,
         facts,
-        faults=[],
+        faults=list(find_missing_devices(launch)),
     )
     hosts = check_nodes(
         node,
