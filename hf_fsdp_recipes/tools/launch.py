@@ -19,7 +19,7 @@ from time import monotonic, sleep
 import psutil
 from typer import Context
 
-from hf_fsdp_recipes.errors import ToolError, describe, explained
+from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.tools.files import (
     RecipeOption,
     TemplateOption,
@@ -68,13 +68,12 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
     for fault in find_missing_devices(launch):
         raise ToolError(fault)
-    try:
-        launch_command(parse_launch(template, recipe + context.args))
-    except (ChildFailedError, SignalException):
-        # The ranks have printed why; torch has logged which rank failed first.
-        sys.exit(1)
-    except (TypeError, ValueError) as error:
-        raise ToolError(f"{REFUSED.format(template)}: {describe(error)}") from error
+    with explained(ToolError, REFUSED.format(template)):
+        try:
+            launch_command(parse_launch(template, recipe + context.args))
+        except (ChildFailedError, SignalException):
+            # The ranks have printed why; torch has logged which rank failed first.
+            sys.exit(1)
 
 
 def read_launch(template: Path, arguments: Sequence[str]) -> Namespace:

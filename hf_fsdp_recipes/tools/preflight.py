@@ -211,8 +211,7 @@ def find_faults(nodes: list[Node], address: str, timeout: float) -> Iterator[str
     rivals = [node for node in nodes if ranks.count(node.machine_rank) > 1]
     missing = sorted(set(range(nodes[0].num_machines)).difference(ranks))
     if rivals:
-        repeated = _join(dict.fromkeys(node.machine_rank for node in rivals))
-        yield f"machine_rank {repeated} is used more than once: {_join(rivals)}. {OWN_RANK}"
+        yield f"a machine_rank is used more than once: {_join(rivals)}. {OWN_RANK}"
     elif missing:
         yield (
             f"machine_rank {_join(missing)} did not join within {timeout:.0f} s; joined: "

@@ -5,8 +5,9 @@ AMD's article on FSDP with ROCm does the same.
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby, product
-from math import ceil
+from math import ceil, nan
 from operator import attrgetter
 from os.path import getmtime
 from pathlib import Path
@@ -17,7 +18,6 @@ from typer import Context, Option
 
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.metrics.metrics_file import (
-    MEMORY,
     METRICS_FILE,
     read_metrics,
     summarize,
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOG = "launch.log"  # launch.slurm uses the same name
-# What rank 0 prints after the last step, and then if the step was not the recipe's last.
-TRAINED = "train_runtime"
-STOPPED = "stopped by a signal"
 FINISHED = "finished"
 OUT_OF_MEMORY = "OOM"
 # The first 3 of the 13 steps are warm-up.
@@ -40,14 +37,14 @@ MEASURE_ONLY = (
     "--load_best_model_at_end false --export false --report_to none --push_to_hub false "
     "--disable_tqdm true"
 )
-# Messages of torch's allocators for device and host, of Python, and of Slurm when the kernel has
-# killed a task.
+# Messages of torch's allocators for device and host, of Python, of Slurm, and of the launcher when
+# the kernel has killed a rank.
 OUT_OF_MEMORY_MESSAGE = re.compile(
     r"OutOfMemoryError|(CUDA|HIP|XPU|NPU) out of memory|DefaultCPUAllocator: (can't|not enough)"
-    r"|\bMemoryError\b|Cannot allocate memory|oom[_-]kill|OUT_OF_MEMORY"
+    r"|\bMemoryError\b|Cannot allocate memory|oom[_-]kill|OUT_OF_MEMORY|exitcode *: -9"
 )
 COLUMNS = {  # {measurement: title and format}
-    "gigabytes": ("peak memory per rank, GB", "{:,.2f}"),
+    "device_reserved_peak_bytes": ("peak memory per rank, GB", "{:,.2f}"),
     "epoch_seconds": ("epoch, s", "{:,.0f}"),
     "step_seconds": ("step, s", "{:.3g}"),
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
@@ -55,17 +52,16 @@ COLUMNS = {  # {measurement: title and format}
     "mfu": ("MFU", "{:.1%}"),
 }
 EXPLANATION = (
-    "Memory: largest rank, reserved by the device's allocator or, on CPU ranks, anonymous host "
+    "\nMemory: largest rank, reserved by the device's allocator or, on CPU ranks, anonymous host "
     "memory at optimizer steps. Step: median after the warm-up. Epoch: steps of an epoch times the "
-    "step time; no epoch was run. Padding is not counted."
+    "step time; no epoch was run. Padding is not counted.\n\n![scaling](sweep.png)\n"
 )
 
 
 class Result(NamedTuple):
     """What is known of a case: its status, and those of COLUMNS that were measured."""
 
-    recipe: str
-    template: str
+    line: str  # recipe and template, in two columns of the table and as a label in the plots
     ranks: int
     status: str
     measured: dict[str, float]
@@ -105,7 +101,7 @@ def sweep(
             ],
             case / LOG,
         )
-        print(f"{recipe.stem}, {case.name}: {find_status(case)}", flush=True)
+        print(f"{case}: {find_status(case)}", flush=True)
     print(write_table(output_dir))
 
 
@@ -117,16 +113,12 @@ def find_status(case: Path) -> str:
     """
     logs = sorted(case.rglob(LOG), key=getmtime)
     log = logs[-1].read_text(errors="replace") if logs else ""
-    if TRAINED in log and STOPPED not in log:
+    if "train_runtime" in log and "stopped by a signal" not in log:  # Trainer's last line; ours
         return FINISHED
     if OUT_OF_MEMORY_MESSAGE.search(log):
         return OUT_OF_MEMORY
-    error = find_error(log)
-    if error:
-        return f"failed: {shorten(error, 160, placeholder='...')}"
-    if re.search(r"exitcode *: -9", log):
-        return "failed: a rank was killed (SIGKILL), usually for lack of host memory"
-    return "failed: it has not ended; it may still be running"
+    error = find_error(log) or "no error in its log; it may still be running"
+    return f"failed: {shorten(error, 160)}"
 
 
 def read_result(case: Path) -> Result:
@@ -135,16 +127,18 @@ def read_result(case: Path) -> Result:
     status = find_status(case)
     entries = read_metrics(case / METRICS_FILE) if status == FINISHED else []
     measured = summarize([entry for entry in entries if "loss" in entry])
-    for kind in MEMORY:  # the last that was measured is the most that a rank needs
-        if kind in measured:  # CPU ranks have no memory of a device
-            measured["gigabytes"] = measured[kind]
+    if "host_bytes" in measured:  # CPU ranks have no memory of a device
+        measured.setdefault("device_reserved_peak_bytes", measured["host_bytes"])
     for start in entries:
-        # A start of the run has the key if the dataset is no stream.
-        if "num_rows" in start and "step_seconds" in measured:
-            rows_of_rank = start["batch_per_device"] * start["gradient_accumulation_steps"]
-            num_steps = ceil(start["num_rows"] / (rows_of_rank * start["num_ranks"]))
+        with suppress(KeyError):  # entries of steps, streams, and runs within their warm-up
+            rows_of_step = (
+                start["num_ranks"]
+                * start["batch_per_device"]
+                * start["gradient_accumulation_steps"]
+            )
+            num_steps = ceil(start["num_rows"] / rows_of_step)
             measured["epoch_seconds"] = num_steps * measured["step_seconds"]
-    return Result(case.parent.name, template, int(ranks), status, measured)
+    return Result(f"{case.parent.name} | {template}", int(ranks), status, measured)
 
 
 def write_table(output_dir: Path) -> str:
@@ -164,7 +158,7 @@ def write_table(output_dir: Path) -> str:
     titles = " | ".join(title for title, _ in COLUMNS.values())
     lines = [
         f"| recipe | template | ranks | {titles} | status |",
-        "|---|---|" + "---:|" * (len(COLUMNS) + 2),
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for result in results:
         cells = " | ".join(
@@ -172,10 +166,9 @@ def write_table(output_dir: Path) -> str:
             for name, (_, number) in COLUMNS.items()
         )
         lines.append(
-            f"| {result.recipe} | {result.template} | {result.ranks} | {cells} | "
-            f"{result.status.replace('|', '/')} |"
+            f"| {result.line} | {result.ranks} | {cells} | {result.status.replace('|', '/')} |"
         )
-    lines += ["", EXPLANATION, "", "![scaling](sweep.png)", ""]
+    lines.append(EXPLANATION)
     draw(results).savefig(output_dir / "sweep.png")
     table = "\n".join(lines)
     (output_dir / "sweep.md").write_text(table)
@@ -196,15 +189,15 @@ def draw(results: Sequence[Result]) -> "Figure":
     counts = sorted({result.ranks for result in results})
     for axes, name in zip(figure.subplots(3, 2).flat, COLUMNS, strict=True):
         space = "\n\n"  # of an OOM below the axis; the first line is that of the ticks' labels
-        for names, group in groupby(results, attrgetter("recipe", "template")):
+        for label, group in groupby(results, attrgetter("line")):
             cases = list(group)
-            values = {case.ranks: case.measured[name] for case in cases if name in case.measured}
+            ranks = [case.ranks for case in cases]
+            values = [case.measured.get(name, nan) for case in cases]
             lost = [case.ranks for case in cases if case.status == OUT_OF_MEMORY]
-            label = ", ".join(names)
-            [line] = axes.plot(values.keys(), values.values(), "o-", label=label, clip_on=False)
-            for ranks in lost:
+            [line] = axes.plot(ranks, values, "o-", label=label, clip_on=False)
+            for count in lost:
                 axes.text(
-                    ranks,
+                    count,
                     0,
                     space + OUT_OF_MEMORY,
                     ha="center",
