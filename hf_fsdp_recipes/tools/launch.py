@@ -79,14 +79,16 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
 def read_launch(template: Path, arguments: Sequence[str]) -> Namespace:
     """Return the values with which `accelerate launch` starts the script.
 
-    A template's value counts where the arguments have none. Raises a ToolError if `accelerate
-    launch` refuses any of them.
+    A template's value counts where the arguments have none. `nproc_per_node`, the number of ranks
+    on this node, is added. Raises a ToolError if `accelerate launch` refuses any of them.
     """
     from hf_fsdp_recipes.upstream.accelerate_internals import validate_launch_command
 
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it logs notes about launching
     with explained(ToolError, REFUSED.format(template)):
-        return validate_launch_command(parse_launch(template, arguments))[0]
+        launch = validate_launch_command(parse_launch(template, arguments))[0]
+        launch.nproc_per_node = launch.num_processes // launch.num_machines
+        return launch
 
 
 def is_on_cpu(launch: Namespace) -> bool:
@@ -103,13 +105,12 @@ def find_missing_devices(launch: Namespace) -> Iterator[str]:
     """
     import torch
 
-    num_ranks = launch.num_processes // launch.num_machines
     num_devices = torch.accelerator.device_count()
-    if num_devices < num_ranks and not is_on_cpu(launch):
+    if num_devices < launch.nproc_per_node and not is_on_cpu(launch):
         yield (
-            f"{num_ranks} ranks need an accelerator each, and this node has {num_devices}. Start "
-            "fewer ranks (--num_processes), get more accelerators, or choose the template cpu to "
-            "train on CPU ranks."
+            f"{launch.nproc_per_node} ranks need an accelerator each, and this node has "
+            f"{num_devices}. Start fewer ranks (--num_processes), get more accelerators, or choose "
+            "the template cpu to train on CPU ranks."
         )
 
 

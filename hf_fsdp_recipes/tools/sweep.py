@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOG = "launch.log"  # launch.slurm uses the same name
-FINISHED = "finished"
 OUT_OF_MEMORY = "OOM"
 # The first 3 of the 13 steps are warm-up.
 MEASURE_ONLY = (
@@ -87,7 +86,7 @@ def sweep(
     """
     recipes = [find_file("recipe", name) for name in config]
     templates = [find_file("template", name) for name in accelerate_config]
-    for recipe, template, ranks in product(recipes, templates, sorted(num_processes)):
+    for recipe, template, ranks in product(recipes, templates, num_processes):
         case = output_dir / recipe.stem / f"{template.stem}_{ranks}ranks"
         case.mkdir(parents=True, exist_ok=True)
         run_recipe(
@@ -114,7 +113,7 @@ def find_status(case: Path) -> str:
     logs = sorted(case.rglob(LOG), key=getmtime)
     log = logs[-1].read_text(errors="replace") if logs else ""
     if "train_runtime" in log and "stopped by a signal" not in log:  # Trainer's last line; ours
-        return FINISHED
+        return "finished"
     if OUT_OF_MEMORY_MESSAGE.search(log):
         return OUT_OF_MEMORY
     error = find_error(log) or "no error in its log; it may still be running"
@@ -125,7 +124,7 @@ def read_result(case: Path) -> Result:
     """Return the result of a case from its directory, RECIPE/TEMPLATE_<n>ranks."""
     template, _, ranks = case.name.removesuffix("ranks").rpartition("_")
     status = find_status(case)
-    entries = read_metrics(case / METRICS_FILE) if status == FINISHED else []
+    entries = read_metrics(case / METRICS_FILE) if status == "finished" else []
     measured = summarize([entry for entry in entries if "loss" in entry])
     if "host_bytes" in measured:  # CPU ranks have no memory of a device
         measured.setdefault("device_reserved_peak_bytes", measured["host_bytes"])
@@ -209,5 +208,5 @@ def draw(results: Sequence[Result]) -> "Figure":
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, map(str, counts))
         style(axes, COLUMNS[name][0], space[1:] + "ranks")
-    figure.legend(handles=axes.get_lines(), loc="outside upper center", ncols=2)
+    figure.legend(handles=axes.get_lines(), loc="outside upper center")
     return figure
