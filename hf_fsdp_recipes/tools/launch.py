@@ -46,7 +46,7 @@ CPU_ENVIRONMENT = {
 ERROR = re.compile(r"(?m)^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
 # Words of the launchers' summaries, and of ranks that lost another rank.
 NOT_THE_CAUSE = ("ChildFailedError", "CalledProcessError", "by peer")
-REFUSED = "accelerate launch refuses {} or an option (see `hf-fsdp config check`)"
+REFUSED = "accelerate launch fails with {} or an option (see `hf-fsdp config check`)"
 
 
 def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOption = None) -> None:
