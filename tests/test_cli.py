@@ -173,6 +173,29 @@ def test_a_template_that_accelerate_refuses_is_one_error(monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.parametrize(("num_devices", "options"), [(0, []), (2, ["--num_processes", "3"])])
+def test_ranks_without_accelerators_are_refused_unless_they_are_cpu_ranks(
+    monkeypatch, num_devices, options
+):
+    import torch
+
+    from hf_fsdp_recipes.upstream import accelerate_internals
+
+    launched = []
+    monkeypatch.setattr(accelerate_internals, "launch_command", launched.append)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
+    for template in ("full_shard", "ddp", "cpu"):
+        monkeypatch.setattr(os, "environ", os.environ | {"ACCELERATE_USE_CPU": "false"})
+        result = run(cli.app, ["sft", "--accelerate-config", template, *options])
+        if template == "cpu":
+            assert result.exit_code == 0 and len(launched) == 1
+        else:
+            assert f"and this node has {num_devices}. " in str(result.exception) and not launched
+    for enough in (["--num_processes", "2"], ["--num_processes", "8", "--num_machines", "4"]):
+        if num_devices == 2:
+            assert run(cli.app, ["sft", "--accelerate-config", "ddp", *enough]).exit_code == 0
+
+
 def test_the_launcher_and_the_recipe_share_only_the_options_that_are_listed():
     from accelerate.commands.launch import launch_command_parser
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser

@@ -146,6 +146,7 @@ def draw(entries: Entries) -> "Figure":
                 with suppress(KeyError):  # entries of other kinds lack this value
                     points[entry["step"]] = _plotted(entry, name)
             axes.plot(points.keys(), points.values(), ".-", label=label)
+        axes.legend()
         style(axes, title, "optimizer step")
     return figure
 
@@ -160,9 +161,8 @@ def _plotted(entry: Entry, name: str) -> float:
 
 
 def style(axes: "Axes", title: str, x_label: str) -> None:
-    """Set a panel's title, x label, legend and grid. Let its y axis start at 0."""
+    """Set a panel's title, x label and grid. Let its y axis start at 0."""
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(x_label)
-    axes.legend()
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -19,8 +19,7 @@ from time import monotonic, sleep
 import psutil
 from typer import Context
 
-from hf_fsdp_recipes.errors import ToolError, describe, explained
-from hf_fsdp_recipes.settings import read_settings
+from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.tools.files import (
     RecipeOption,
     TemplateOption,
@@ -47,17 +46,7 @@ CPU_ENVIRONMENT = {
 ERROR = re.compile(r"(?m)^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
 # Words of the launchers' summaries, and of ranks that lost another rank.
 NOT_THE_CAUSE = ("ChildFailedError", "CalledProcessError", "by peer")
-# Options of the launcher that replace a template's values for GPUs.
-ON_CPU = [
-    "--num_machines=1",
-    "--machine_rank=0",
-    "--main_process_ip=127.0.0.1",
-    "--mixed_precision=no",
-    "--dynamo_backend=no",
-]
-# Fields of the recipe that go with them.
-FLOAT32 = ["--bf16=false", "--fp16=false"]
-REFUSED = "accelerate launch refuses {} or an option (see `hf-fsdp config check`)"
+REFUSED = "accelerate launch fails with {} or an option (see `hf-fsdp config check`)"
 
 
 def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOption = None) -> None:
@@ -67,8 +56,6 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
     `--learning_rate 1e-4`, can follow in any order. The fields are those of TRL's SFTConfig,
     ScriptArguments and ModelConfig, and those in docs/recipes.md.
     """
-    from accelerate.utils import parse_flag_from_env
-
     from hf_fsdp_recipes.upstream.accelerate_internals import launch_command
     from hf_fsdp_recipes.upstream.patches import HIDDEN_DEVICES
     from hf_fsdp_recipes.upstream.torch_internals import ChildFailedError, SignalException
@@ -76,28 +63,55 @@ def sft(context: Context, accelerate_config: TemplateOption, config: RecipeOptio
     recipe = ["--config", str(find_file("recipe", config))] if config else []
     template = find_file("template", accelerate_config)
     os.environ.update(PREEMPTION | os.environ)
-    if read_settings(template).get("use_cpu") or parse_flag_from_env("ACCELERATE_USE_CPU"):
+    launch = read_launch(template, recipe + context.args)
+    if is_on_cpu(launch):
         os.environ.update(CPU_ENVIRONMENT | os.environ | dict.fromkeys(HIDDEN_DEVICES, ""))
-    try:
-        launch_command(parse_launch(template, recipe + context.args))
-    except (ChildFailedError, SignalException):
-        # The ranks have printed why; torch has logged which rank failed first.
-        sys.exit(1)
-    except (TypeError, ValueError) as error:
-        raise ToolError(f"{REFUSED.format(template)}: {describe(error)}") from error
+    for fault in find_missing_devices(launch):
+        raise ToolError(fault)
+    with explained(ToolError, REFUSED.format(template)):
+        try:
+            launch_command(parse_launch(template, recipe + context.args))
+        except (ChildFailedError, SignalException):
+            # The ranks have printed why; torch has logged which rank failed first.
+            sys.exit(1)
 
 
 def read_launch(template: Path, arguments: Sequence[str]) -> Namespace:
     """Return the values with which `accelerate launch` starts the script.
 
-    A template's value counts where the arguments have none. Raises a ToolError if `accelerate
-    launch` refuses any of them.
+    A template's value counts where the arguments have none. `nproc_per_node`, the number of ranks
+    on this node, is added. Raises a ToolError if `accelerate launch` refuses any of them.
     """
     from hf_fsdp_recipes.upstream.accelerate_internals import validate_launch_command
 
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it logs notes about launching
     with explained(ToolError, REFUSED.format(template)):
-        return validate_launch_command(parse_launch(template, arguments))[0]
+        launch = validate_launch_command(parse_launch(template, arguments))[0]
+        launch.nproc_per_node = launch.num_processes // launch.num_machines
+        return launch
+
+
+def is_on_cpu(launch: Namespace) -> bool:
+    """Return whether the template or the environment asks for CPU ranks."""
+    from accelerate.utils import parse_flag_from_env
+
+    return launch.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
+
+
+def find_missing_devices(launch: Namespace) -> Iterator[str]:
+    """Generate the fault of a node that has fewer accelerators than ranks.
+
+    Accelerate would train on the CPU if there is none, and only torch would name a missing one.
+    """
+    import torch
+
+    num_devices = torch.accelerator.device_count()
+    if num_devices < launch.nproc_per_node and not is_on_cpu(launch):
+        yield (
+            f"{launch.nproc_per_node} ranks need an accelerator each, and this node has "
+            f"{num_devices}. Start fewer ranks (--num_processes), get more accelerators, or choose "
+            "the template cpu to train on CPU ranks."
+        )
 
 
 def parse_launch(template: Path, arguments: Sequence[str]) -> Namespace:
@@ -134,13 +148,11 @@ def run_recipe(
     log: Path,
     is_done: Callable = lambda: False,
     limit_seconds: float = inf,
-    on_cpu: bool = False,
 ) -> int | None:
     """Run `hf-fsdp sft` until it ends, `is_done()` is true, or the time limit is reached.
 
-    Then kill what still runs. `log` gets the command's output. With `on_cpu`, the template's
-    sharding runs on CPU ranks of this machine, as do later commands. Returns the exit status, or
-    None if the command was still running.
+    Then kill what still runs. `log` gets the command's output. Returns the exit status, or None if
+    the command was still running.
     """
     command = [
         sys.executable,
@@ -150,9 +162,6 @@ def run_recipe(
         f"--accelerate_config={template}",
         "--main_process_port=0",
     ]
-    if on_cpu:
-        command += ON_CPU + FLOAT32
-        os.environ["ACCELERATE_USE_CPU"] = "true"
     # Then `finally` kills the ranks, too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     deadline = monotonic() + limit_seconds

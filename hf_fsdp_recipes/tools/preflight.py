@@ -18,7 +18,7 @@ from typer import Context, Option
 from hf_fsdp_recipes.errors import ToolError
 from hf_fsdp_recipes.settings import read_settings
 from hf_fsdp_recipes.tools.files import RecipeOption, TemplateOption, find_file
-from hf_fsdp_recipes.tools.launch import read_launch
+from hf_fsdp_recipes.tools.launch import find_missing_devices, read_launch
 
 PROBE_BYTES = 64 << 20  # a disk with less free space counts as full
 ANSWER_SECONDS = 10.0  # limit for the greeting, which another preflight answers at once
@@ -84,7 +84,7 @@ def preflight(
         os.getpid(),
         launch.num_machines,
         facts,
-        faults=[],
+        faults=list(find_missing_devices(launch)),
     )
     hosts = check_nodes(
         node,
@@ -211,8 +211,7 @@ def find_faults(nodes: list[Node], address: str, timeout: float) -> Iterator[str
     rivals = [node for node in nodes if ranks.count(node.machine_rank) > 1]
     missing = sorted(set(range(nodes[0].num_machines)).difference(ranks))
     if rivals:
-        repeated = _join(dict.fromkeys(node.machine_rank for node in rivals))
-        yield f"machine_rank {repeated} is used more than once: {_join(rivals)}. {OWN_RANK}"
+        yield f"a machine_rank is used more than once: {_join(rivals)}. {OWN_RANK}"
     elif missing:
         yield (
             f"machine_rank {_join(missing)} did not join within {timeout:.0f} s; joined: "

@@ -4,6 +4,7 @@ The model is a tiny one of the same architecture.
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -15,12 +16,20 @@ from typer import Context, Option
 from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.settings import read_settings
 from hf_fsdp_recipes.tools.files import TemplateOption, find_file
-from hf_fsdp_recipes.tools.launch import FLOAT32, find_error, run_recipe
+from hf_fsdp_recipes.tools.launch import find_error, run_recipe
 
 NUM_ROWS = 256
 SAVE_STEPS = 2
 LIMIT_SECONDS = 600
-WITHOUT_GPU = ["--use_cpu=true", *FLOAT32, "--validation_split_percentage=0"]
+WITHOUT_GPU = ["--use_cpu=true", "--bf16=false", "--fp16=false", "--validation_split_percentage=0"]
+# Options of the launcher that replace a template's values for GPUs.
+ON_CPU = [
+    "--num_machines=1",
+    "--machine_rank=0",
+    "--main_process_ip=127.0.0.1",
+    "--mixed_precision=no",
+    "--dynamo_backend=no",
+]
 # Values for settings that would need a GPU, much time or an account.
 SHORT = (
     "--dtype float32 --attn_implementation eager --torch_compile false --use_liger_kernel false "
@@ -74,7 +83,8 @@ def rehearse(
         arguments = write_recipe(find_file("recipe", config), directory, context.args)
         # With hybrid sharding, there are two replicas of two ranks each.
         num_ranks = 4 if "parallelism_config" in read_settings(template) else 2
-        arguments += [f"--num_processes={num_ranks}", *SMALL]
+        arguments += [f"--num_processes={num_ranks}", *ON_CPU, *SMALL]
+        os.environ["ACCELERATE_USE_CPU"] = "true"
         print("train, and kill all ranks after the first checkpoint", flush=True)
         last_file = run / f"checkpoint-{SAVE_STEPS}" / MANIFEST
         train(template, arguments, directory, last_file.exists)
@@ -201,7 +211,7 @@ def train(
     If the run fails, raise ToolError.
     """
     log = directory / "log.txt"
-    status = run_recipe(template, arguments, log, is_done, LIMIT_SECONDS, on_cpu=True)
+    status = run_recipe(template, arguments, log, is_done, LIMIT_SECONDS)
     text = log.read_text(errors="replace")
     if status != 0 and not is_done():
         raise ToolError(

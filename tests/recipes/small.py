@@ -9,8 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from hf_fsdp_recipes.tools.launch import ON_CPU
-from hf_fsdp_recipes.tools.rehearse import SMALL, write_recipe
+from hf_fsdp_recipes.tools.rehearse import ON_CPU, SMALL, write_recipe
 from tests.conftest import SENTENCES, make_tokenizer
 from tests.ranks.harness import template_environment
 from tests.recipes.launching import ROOT

@@ -76,7 +76,7 @@ def test_each_node_is_checked_and_launched_with_its_own_rank_and_the_same_argume
         )
         start = (
             f"hf-fsdp sft --accelerate_config full_shard {shared} {node} "
-            f"--log_dir {tmp_path}/logs/run0/node{node} --tee "
+            f"--log_dir {tmp_path}/logs/1/run0/node{node} --tee "
         )
         assert lines[2 + node].startswith(start)
         assert lines[2 + node].endswith(" --resume_from_checkpoint auto --config X")
@@ -117,6 +117,12 @@ ENDINGS = [
         "without a new checkpoint",
     ),
     ("JobState=RUNNING Restarts=0 PreemptTime=None", "ValueError: no", False, "failed; the output"),
+    (
+        "JobState=RUNNING Restarts=0 PreemptTime=None",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        False,
+        "out of memory, it seems (OutOfMemoryError)",
+    ),
     ("JobState=CANCELLED Restarts=0 PreemptTime=None", SAVED, False, "cancelled"),
     ("JobState=PENDING Restarts=1 PreemptTime=None", SAVED, False, "Slurm has put the job back"),
 ]
@@ -130,6 +136,21 @@ def test_a_job_is_requeued_if_it_saved_or_was_preempted_and_not_if_it_failed(
     assert status == (0 if is_requeued else 1) and said in output
     assert ("requeue" in commands.splitlines()) == is_requeued
     assert "ValueError" not in printed or "\nValueError: no\n" in output
+    assert ("out of memory" in output) == ("OutOfMemory" in printed)
+
+
+def test_a_launcher_that_was_killed_without_a_word_ran_out_of_memory(tmp_path):
+    status, output, _ = submit(tmp_path, status=137)
+    assert status == 1 and "out of memory, it seems (exit status 137)" in output
+
+
+def test_what_another_job_left_in_the_same_log_directory_does_not_count(tmp_path):
+    old_logs = [tmp_path / "logs" / "run0", tmp_path / "logs" / "7" / "run0"]
+    for directory in old_logs:
+        directory.mkdir(parents=True)
+        (directory / "out").write_text(f"{SAVED}\nCUDA out of memory\n")
+    status, output, commands = submit(tmp_path, status=1, printed="ValueError: no")
+    assert status == 1 and "requeue" not in commands and "out of memory" not in output
 
 
 @pytest.mark.parametrize(

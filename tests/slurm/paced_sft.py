@@ -1,10 +1,11 @@
 """Runs recipes/sft.py with PACE_SECONDS more for each step of the job's first run.
 
-Alternatively, a FAILING_RANK raises an error.
+Alternatively, a FAILING_RANK raises an error, or a KILLED_RANK dies as when memory has run out.
 """
 
 import os
 import runpy
+import signal
 import time
 from pathlib import Path
 
@@ -20,6 +21,8 @@ def slow_training_step(self, *arguments, **named):
     time.sleep(PACE_SECONDS)
     if os.environ.get("FAILING_RANK") == os.environ["RANK"] and self.state.global_step == 2:
         raise ArithmeticError("failing rank")
+    if os.environ.get("KILLED_RANK") == os.environ["RANK"] and self.state.global_step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does
     return training_step(self, *arguments, **named)
 
 

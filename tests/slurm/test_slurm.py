@@ -35,7 +35,7 @@ def test_two_nodes_are_checked_train_and_export_a_model(undisturbed):
     assert "'loss'" in trained
     assert trained.rstrip().endswith("completed") and len(undisturbed.losses()) == NUM_STEPS
     AutoModelForCausalLM.from_pretrained(undisturbed.run_directory / "export")
-    logs = undisturbed.output.parent / "logs" / "run0"
+    logs = undisturbed.output.parent / "logs" / undisturbed.id / "run0"
     assert all(list(logs.glob(f"{node}/**/stdout.log")) for node in ("node0", "node1"))
 
 
@@ -91,6 +91,39 @@ def test_a_failed_job_shows_the_error_and_is_not_requeued(submit):
         job.wait_until_state("FAILED")
         assert job.field("ExitCode") == "1:0" and job.field("Restarts") == "0"
         assert re.search(rf"^{error}.*\n.*failed; ", job.text(), re.MULTILINE), job.text()
+
+
+def test_a_job_killed_for_lack_of_memory_says_so_and_is_not_requeued_for_an_old_log(
+    submit, tmp_path
+):
+    for directory in ("run0", "7/run0"):  # of earlier submissions with the same LOG_DIR
+        old = tmp_path / "killed" / "logs" / directory / "stdout.log"
+        old.parent.mkdir(parents=True)
+        old.write_text("stopped by a signal; resume from runs/old/checkpoint-4\n")
+    job = submit("killed", **PACED, KILLED_RANK="1")
+    job.wait_until_state("FAILED")
+    assert job.field("Restarts") == "0"
+    assert "out of memory, it seems (Signal 9 (SIGKILL))" in job.text()
+
+
+@pytest.mark.parametrize("options", [[], ["--gpus-per-node=1"]])
+def test_a_job_whose_nodes_lack_accelerators_does_not_train_on_cpus(
+    submit, cluster, tmp_path, options
+):
+    positional = ["2", "1", "4", "model", "tiny", "False"]
+    job = Job(
+        cluster,
+        tmp_path / "job",
+        positional,
+        script="recipes/slurm/finetune.sh",
+        options=options,
+        TEMPLATE="full_shard",
+        PREFLIGHT="1",
+        ACCELERATE_USE_CPU="false",
+    )
+    job.wait_until_state("FAILED")
+    assert "2 ranks need an accelerator each, and this node has 0. " in job.text()
+    assert "'loss'" not in job.text() and job.field("Restarts") == "0"
 
 
 def test_two_jobs_share_a_node_and_finetune_sh_takes_six_arguments(

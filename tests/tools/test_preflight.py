@@ -67,7 +67,7 @@ def test_nodes_that_can_work_together_pass_and_leave_port_and_directory_as_they_
     [
         (
             [make_node(0, 3), make_node(1, 3), make_node(1, 3, pid=7)],
-            "machine_rank 1 is used more than once: node 1 (host1, pid 7), "
+            "a machine_rank is used more than once: node 1 (host1, pid 7), "
             "node 1 (host1, pid 101). ",
         ),
         (

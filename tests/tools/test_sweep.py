@@ -1,6 +1,8 @@
 """The sweep: every case has a row, even if it fails or runs out of memory; it draws plots."""
 
 import json
+import math
+import os
 import subprocess
 import sys
 
@@ -8,6 +10,8 @@ import matplotlib.image
 import psutil
 import pytest
 import yaml
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from typer.testing import CliRunner
 
 from hf_fsdp_recipes.errors import ToolError
@@ -15,6 +19,7 @@ from hf_fsdp_recipes.tools import launch, sweep
 from hf_fsdp_recipes.tools.files import find_file
 
 FULL, GRAD = "full_shard", "shard_grad_op"
+ENDED = "{'train_runtime': '9.5'}\n"
 
 
 @pytest.fixture
@@ -67,74 +72,98 @@ def write_metrics(case, *, seconds=2.0, steps=5, max_steps=5, **changes):
     case.mkdir(parents=True, exist_ok=True)
     entries = [start, *logged, {"step": steps, "ended_at_step": steps}]
     (case / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    write_log(case, ENDED)
 
 
 def write_log(case, text):
     case.mkdir(parents=True, exist_ok=True)
-    (case / "log.txt").write_text(text)
+    (case / "launch.log").write_text(text)
 
 
 def rows(text):
     return [
         line.strip("| ").split(" | ")
         for line in text.splitlines()
-        if line.startswith(("| full", "| shard"))
+        if line.startswith(("| small", "| large", "| tiny"))
     ]
 
 
-def test_table_and_plot_have_every_case_also_those_that_failed(app, tmp_path):
-    write_log(
-        tmp_path / f"{FULL}_1ranks",
-        "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
-    )
-    write_metrics(tmp_path / f"{FULL}_2ranks")
-    write_metrics(tmp_path / f"{FULL}_4ranks")
-    write_log(
-        tmp_path / f"{GRAD}_2ranks", "[rank0]: ValueError: no\nx.ChildFailedError: recipes/sft.py"
-    )
-    write_metrics(tmp_path / f"{GRAD}_4ranks", seconds=1.5, device_reserved_peak_bytes=[0] * 4)
-    write_metrics(tmp_path / f"{GRAD}_8ranks", steps=3)  # was stopped by a signal
+def test_table_and_plot_have_every_case_of_two_recipes_also_those_that_failed(app, tmp_path):
+    small, large = tmp_path / "small", tmp_path / "large"
+    oom = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    write_log(large / f"{FULL}_1ranks", oom)
+    write_metrics(large / f"{FULL}_2ranks")
+    write_metrics(large / f"{FULL}_8ranks")
+    write_log(large / f"{FULL}_4ranks", oom)
+    write_log(small / f"{GRAD}_2ranks", "[rank0]: ValueError: no\nx.ChildFailedError: sft.py")
+    write_metrics(small / f"{GRAD}_4ranks", seconds=1.5, device_reserved_peak_bytes=[0] * 4)
+    write_metrics(small / f"{GRAD}_8ranks", steps=3)
+    write_log(small / f"{GRAD}_8ranks", f"{ENDED}stopped by a signal; resume from x")
     printed = invoke(app, "--output_dir", tmp_path)
     assert rows(printed) == [
-        [FULL, "1", *"------", "OOM"],
+        ["large", FULL, "1", *"------", "OOM"],
         # 63 steps of 16 rows, without the warm-up's 99 s
-        [FULL, "2", "4.00", "126", "2", "200", "100", "50.0%", "finished"],
-        [FULL, "4", "2.00", "64", "2", "400", "100", "50.0%", "finished"],
-        [GRAD, "2", *"------", "failed: ValueError: no"],
+        ["large", FULL, "2", "4.00", "126", "2", "200", "100", "50.0%", "finished"],
+        ["large", FULL, "4", *"------", "OOM"],
+        ["large", FULL, "8", "1.00", "32", "2", "800", "100", "50.0%", "finished"],
+        ["small", GRAD, "2", *"------", "failed: ValueError: no"],
         # host memory, without a device's
-        [GRAD, "4", "0.10", "48", "1.5", "400", "100", "50.0%", "finished"],
-        [GRAD, "8", *"------", "failed: 3 of 5 steps; it may still be running"],
+        ["small", GRAD, "4", "0.10", "48", "1.5", "400", "100", "50.0%", "finished"],
+        ["small", GRAD, "8", *"------", "failed: no error in its log; it may still be running"],
     ]
     assert matplotlib.image.imread(tmp_path / "sweep.png").shape[1] > 800
-    results = [
-        sweep.read_result(tmp_path / f"{name}ranks")
-        for name in (f"{FULL}_1", f"{FULL}_2", f"{FULL}_4", f"{GRAD}_4")
-    ]
-    memory, *_, mfu = sweep.draw(results).axes
-    lines = {
-        line.get_label(): list(zip(*line.get_data(), strict=True)) for line in memory.get_lines()
+    figure = sweep.draw(sorted(map(sweep.read_result, tmp_path.glob("*/*ranks"))))
+    memory, *_, mfu = figure.axes
+    lines = {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in memory.lines}
+    assert lines == {
+        f"large | {FULL}": pytest.approx({1: math.nan, 2: 4.0, 4: math.nan, 8: 1.0}, nan_ok=True),
+        f"small | {GRAD}": pytest.approx({2: math.nan, 4: 0.1, 8: math.nan}, nan_ok=True),
     }
-    assert lines == {f"{FULL}, OOM on 1": [(2, 4.0), (4, 2.0)], GRAD: [(4, 0.1)]}
+    # At the number of ranks, in the line's color.
+    assert [(text.get_position(), text.get_text().strip()) for text in memory.texts] == [
+        ((1, 0), "OOM"),
+        ((4, 0), "OOM"),
+    ]
+    assert {text.get_color() for text in memory.texts} == {memory.lines[0].get_color()}
     assert mfu.get_title(loc="left") == "MFU"
+
+
+def test_no_text_or_legend_of_the_plot_covers_another_one(tmp_path):
+    for recipe in ("large", "medium"):
+        for template in (FULL, GRAD):
+            write_metrics(tmp_path / recipe / f"{template}_8ranks")
+            for ranks in (1, 2):
+                write_log(tmp_path / recipe / f"{template}_{ranks}ranks", "CUDA out of memory")
+    figure = sweep.draw(sorted(map(sweep.read_result, tmp_path.glob("*/*ranks"))))
+    figure.draw_without_rendering()
+    shown = [*figure.legends]
+    for axes in figure.axes:
+        shown += [axes.patch, axes.xaxis.label, *axes.texts, *axes.get_xticklabels()]
+    boxes = []
+    for artist in shown:
+        box = artist.get_window_extent()
+        if isinstance(artist, Text):  # its last line; the lines before it are empty
+            box = Bbox.from_bounds(box.x0, box.y0, box.width, artist.get_fontsize())
+        assert box.count_overlaps(boxes) == 0, artist
+        boxes.append(box)
 
 
 LOGS = {
     "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB": "OOM",
     "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried": "OOM",
     "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.": "OOM",
-    "  exitcode  : -9 (pid: 7)": "failed: a rank was killed (SIGKILL)",
+    "  exitcode  : -9 (pid: 7)": "OOM",
     "RecipeError: rows\n[rank1]: RuntimeError: Connection closed by peer": (
         "failed: RecipeError: rows"
     ),
-    "step 3": "failed: 0 of 0 steps",
-    "": "not run",
+    "step 3": "failed: no error in its log; it may still be running",
+    ENDED: "finished",
 }
 
 
 @pytest.mark.parametrize("log", LOGS)
 def test_status_says_why_a_case_failed(log, tmp_path):
-    if log:
-        write_log(tmp_path / "logs" / "node0", log)
+    write_log(tmp_path / "logs" / "7" / "run0", log)
     assert sweep.find_status(tmp_path).startswith(LOGS[log])
 
 
@@ -146,36 +175,59 @@ def test_a_stream_has_no_epoch_and_a_run_within_its_warm_up_no_times(tmp_path):
     assert "epoch_seconds" not in measured and measured["step_seconds"] == 2.0
     write_metrics(file.parent, is_warmup=True)
     result = sweep.read_result(file.parent)
-    assert result.status == "finished" and result.measured["gigabytes"] == 4.0
+    assert result.status == "finished" and result.measured["device_reserved_peak_bytes"] == 4.0
     assert result.measured.keys().isdisjoint({"step_seconds", "epoch_seconds", "mfu"})
 
 
-def test_a_repeated_case_replaces_what_a_kill_left(app, tmp_path, monkeypatch):
+def test_all_cases_of_the_command_run_with_their_recipe_template_and_ranks(
+    app, tmp_path, monkeypatch
+):
     launched = []
 
-    def run_recipe(template, arguments, log, on_cpu):
-        case = log.parent
-        launched.append(case.name)
-        assert not (case / "metrics.jsonl").exists()
-        assert f"--num_processes={case.name[-6]}" in arguments
+    def run_recipe(template, arguments, log):
+        launched.append(str(log.relative_to(tmp_path).parent))
+        assert f"--num_processes={log.parent.name[-6]}" in arguments
+        assert f"--config={log.parent.parent.name}.yaml" in [
+            argument.replace(f"{tmp_path}/", "") for argument in arguments
+        ]
         assert {"--learning_rate", "--num_machines"} <= {*arguments}
-        log.write_text("CUDA out of memory" if case.name[-6] == "1" else "step 5")
-        if case.name[-6] != "1":
-            write_metrics(case)
+        write_metrics(log.parent)
 
     monkeypatch.setattr(sweep, "run_recipe", run_recipe)
     arguments = ["--accelerate_config", FULL, "--num_processes", 2, "--num_processes", 1]
-    arguments += ["--output_dir", tmp_path, "--config", "mine.yaml", "--learning_rate", "1e-4"]
-    invoke(app, *arguments)
-    assert launched == [f"{FULL}_1ranks", f"{FULL}_2ranks"]
-    metrics = tmp_path / f"{FULL}_2ranks" / "metrics.jsonl"
-    metrics.write_text(metrics.read_text()[:40])
-    assert rows(invoke(app, "--output_dir", tmp_path))[1][-1].startswith("failed")
-    assert [row[-1] for row in rows(invoke(app, *arguments))] == ["OOM", "finished"]
+    for recipe in ("small", "large"):
+        (tmp_path / f"{recipe}.yaml").write_text("output_dir: x\n")
+        arguments += ["--config", tmp_path / f"{recipe}.yaml"]
+    printed = invoke(app, *arguments, "--output_dir", tmp_path, "--learning_rate", "1e-4")
+    cases = [f"{recipe}/{FULL}_{ranks}ranks" for recipe in ("small", "large") for ranks in (2, 1)]
+    assert launched == cases
+    assert [row[-1] for row in rows(printed)] == ["finished"] * 4
+
+
+def test_only_the_newest_start_of_a_case_counts(tmp_path):
+    """A case that is submitted again, and ends before its first step, keeps the old files."""
+    case = tmp_path / "small" / f"{FULL}_2ranks"
+    write_metrics(case)
+    (case / "slurm.log").write_text("CUDA out of memory")
+    starts = {
+        "7/run0": ("CUDA out of memory", "OOM"),
+        "8/run0": ("RecipeError: rows", "failed: RecipeError: rows"),
+        "8/run1": ("", "failed: no error in its log; it may still be running"),
+        "9/run0": (ENDED, "finished"),
+        "10/run0": ("ToolError: 2 ranks need", "failed: ToolError: 2 ranks need"),
+    }
+    assert sweep.read_result(case).measured
+    for number, (name, (text, status)) in enumerate(starts.items()):
+        write_log(case / "logs" / name, text)
+        later = (case / "launch.log").stat().st_mtime + 1 + number
+        os.utime(case / "logs" / name / "launch.log", (later, later))
+        result = sweep.read_result(case)
+        assert result.status == status
+        assert bool(result.measured) == (status == "finished")
 
 
 def test_a_sweep_without_cases_is_refused(app, tmp_path):
-    for options in ((), ("--accelerate_config", FULL)):
+    for options in ((), ("--accelerate_config", FULL, "--num_processes", 1)):
         with pytest.raises(ToolError, match="holds no case"):
             invoke(app, "--output_dir", tmp_path, *options)
 
@@ -216,15 +268,5 @@ def test_a_tiny_model_is_swept_for_real(tiny_model, text_file, tmp_path):
         [*start, *arguments], capture_output=True, text=True, check=False, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [row[1] for row in rows(done.stdout)] == ["1", "2"]
+    assert [row[2] for row in rows(done.stdout)] == ["1", "2"]
     assert "OOM" not in done.stdout and "failed" not in done.stdout
-
-
-def test_a_case_that_was_continued_is_not_finished_before_its_new_end(tmp_path):
-    case = tmp_path / f"{FULL}_2ranks"
-    write_metrics(case)
-    assert sweep.find_status(case) == "finished"
-    lines = (case / "metrics.jsonl").read_text().splitlines()
-    longer = {**json.loads(lines[0]), "from_step": 5, "max_steps": 9}
-    (case / "metrics.jsonl").write_text("\n".join([*lines, json.dumps(longer)]) + "\n")
-    assert sweep.find_status(case) == "failed: 5 of 9 steps; it may still be running"
