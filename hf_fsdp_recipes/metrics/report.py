@@ -59,7 +59,7 @@ PLOTS = {
     "Tokens/s, without padding": {"tokens_per_second": "all ranks"},
     "MFU, share of the dense peak": {"mfu": "all ranks"},
     "Seconds per step": {phase: phase for phase in PHASES},
-    "Host memory of the largest rank, without cached files, GB": {"host_bytes": "optimizer step"},
+    "Host memory without cached files, GB": {"host_bytes": "largest rank"},
     "Device memory of the largest rank, GB": {
         "device_peak_bytes": "peak",
         "device_valley_bytes": "between steps",
