@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.metrics.metrics_file import (
-    MEMORY,
     METRICS_FILE,
     PHASES,
     Entries,
     Entry,
+    flatten,
     read_metrics,
     summarize,
 )
@@ -49,7 +49,8 @@ ROWS = {
     "{device_reserved_peak_bytes:,.2f} GB": "device memory reserved, peak, largest rank",
     "{shares}": "shares of the time",
 }
-LOGGED_STEP = "{step:>8} {loss:>10.4f} {step_seconds:>10.3f}"  # an entry fills it
+LOG_HEADER = "\n    step       loss    seconds  peak memory, largest rank"
+LOGGED_STEP = "{step:>8} {loss:>10.4f} {step_seconds:>10.3f} {peak:>23.2f} GB"  # an entry fills it
 # {title of a plot: {name of a value or phase: its label}}
 PLOTS = {
     "Loss, nats per token": {
@@ -66,7 +67,7 @@ PLOTS = {
     },
 }
 NOTHING_LOGGED = (
-    "\nNo step is logged yet: if the run has ended, its `logging_steps` are more than its steps.\n"
+    "No step is logged yet: if the run has ended, its `logging_steps` are more than its steps.\n"
 )
 
 
@@ -84,26 +85,26 @@ def write_report(output_dir: Path) -> Path:
             f"{file} is missing or empty. Pass the output_dir of a run with MetricsCallback."
         )
     with explained(ToolError, f"{file} has a line with missing or invalid values; delete it"):
-        steps = [_flatten(entry) for entry in entries if "loss" in entry]
         facts = _find_facts(entries)
         rows = []
         for template, name in ROWS.items():
             with suppress(KeyError):
                 rows.append((name, template.format_map(facts)))
-        log = [f"{name}: {value}\n" for name, value in rows]
-        ending = NOTHING_LOGGED
+        steps = [LOGGED_STEP.format_map(flatten(entry)) for entry in entries if "loss" in entry]
+        plots = NOTHING_LOGGED
         if steps:
-            log.append("\n    step       loss    seconds  peak memory, largest rank\n")
             draw(entries).savefig(output_dir / "report.png")
-            ending = "\n![plots](report.png)\n"
-        for step in steps:
-            peak = step["device_peak_bytes"] or step["host_bytes"]
-            log.append(f"{LOGGED_STEP.format_map(step)} {peak:>23.2f} GB\n")
-    # The format is from AMD's article on FSDP with ROCm.
-    (output_dir / f"{Path(facts['run']).name}.txt").write_text("".join(log))
+            plots = "![plots](report.png)\n"
+    head = [f"# {facts['run']}\n", "| metric | value |", "|---|---|"]
+    table = [f"| {name} | {value} |" for name, value in rows]
     report = output_dir / "report.md"
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    report.write_text(f"# {facts['run']}\n\n| metric | value |\n|---|---|\n{table}\n{ending}")
+    report.write_text("\n".join([*head, *table, "", plots]))
+    # The format is from AMD's article on FSDP with ROCm.
+    log = [f"{name}: {value}" for name, value in rows]
+    steps = steps or [NOTHING_LOGGED]
+    (output_dir / f"{Path(facts['run']).name}.txt").write_text(
+        "\n".join([*log, LOG_HEADER, *steps, ""])
+    )
     return report
 
 
@@ -148,7 +149,7 @@ def draw(entries: Entries) -> "Figure":
     """
     from matplotlib.figure import Figure  # slow to import, and only rank 0 draws
 
-    flat = [_flatten(entry) if "loss" in entry else entry for entry in entries]
+    flat = [flatten(entry) if "loss" in entry else entry for entry in entries]
     plots: dict[str, dict] = {}
     for title, labels in PLOTS.items():
         for name, label in labels.items():
@@ -167,12 +168,6 @@ def draw(entries: Entries) -> "Figure":
             )
         style(axes, title, "optimizer step")
     return figure
-
-
-def _flatten(step: Entry) -> Entry:
-    """Return a logged step with the seconds per step of each phase, and the largest rank's GB."""
-    phases = {phase: spent / step["num_steps"] for phase, spent in step["seconds"].items()}
-    return step | phases | {name: max(step[name]) / 1e9 for name in MEMORY}
 
 
 def style(axes: "Axes", title: str, x_label: str) -> None:

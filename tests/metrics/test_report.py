@@ -119,8 +119,7 @@ def test_plots_show_loss_throughput_phases_and_memory():
 
 
 def test_plots_leave_out_what_was_not_measured_and_mark_resumes():
-    without = dict.fromkeys(("device_peak_bytes", "device_valley_bytes"), [0, 0])
-    cold = step(1, **without)
+    cold = step(1, device_peak_bytes=[0, 0], device_valley_bytes=[0, 0])
     for name in ("mfu", "tokens_per_second", "tokens_per_second_per_device"):
         del cold[name]
     assert plots(START, cold).keys() == {
