@@ -49,7 +49,7 @@ ROWS = {
     "{device_reserved_peak_bytes:,.2f} GB": "device memory reserved, peak, largest rank",
     "{shares}": "shares of the time",
 }
-LOG_HEADER = "\n    step       loss    seconds  peak memory, largest rank"
+LOG_HEADER = "    step       loss    seconds  peak memory, largest rank"
 LOGGED_STEP = "{step:>8} {loss:>10.4f} {step_seconds:>10.3f} {peak:>23.2f} GB"  # an entry fills it
 # {title of a plot: {name of a value or phase: its label}}
 PLOTS = {
@@ -67,7 +67,8 @@ PLOTS = {
     },
 }
 NOTHING_LOGGED = (
-    "No step is logged yet: if the run has ended, its `logging_steps` are more than its steps.\n"
+    "No step is logged yet. If the run has ended, set `logging_steps` to at most its number of "
+    "steps.\n"
 )
 
 
@@ -90,21 +91,21 @@ def write_report(output_dir: Path) -> Path:
         for template, name in ROWS.items():
             with suppress(KeyError):
                 rows.append((name, template.format_map(facts)))
-        steps = [LOGGED_STEP.format_map(flatten(entry)) for entry in entries if "loss" in entry]
-        plots = NOTHING_LOGGED
-        if steps:
+        log = [LOGGED_STEP.format_map(flatten(entry)) for entry in entries if "loss" in entry]
+        ending = "![plots](report.png)\n"
+        if log:
+            log.insert(0, LOG_HEADER)
             draw(entries).savefig(output_dir / "report.png")
-            plots = "![plots](report.png)\n"
-    head = [f"# {facts['run']}\n", "| metric | value |", "|---|---|"]
-    table = [f"| {name} | {value} |" for name, value in rows]
-    report = output_dir / "report.md"
-    report.write_text("\n".join([*head, *table, "", plots]))
+        else:
+            log.append(NOTHING_LOGGED)
+            ending = NOTHING_LOGGED
+    lines = [f"{name}: {value}" for name, value in rows]
     # The format is from AMD's article on FSDP with ROCm.
-    log = [f"{name}: {value}" for name, value in rows]
-    steps = steps or [NOTHING_LOGGED]
-    (output_dir / f"{Path(facts['run']).name}.txt").write_text(
-        "\n".join([*log, LOG_HEADER, *steps, ""])
-    )
+    (output_dir / f"{Path(facts['run']).name}.txt").write_text("\n".join([*lines, "", *log, ""]))
+    lines = [f"| {name} | {value} |" for name, value in rows]
+    report = output_dir / "report.md"
+    head = f"# {facts['run']}\n\n| metric | value |\n|---|---|"
+    report.write_text("\n".join([head, *lines, "", ending]))
     return report
 
 
