@@ -22,10 +22,11 @@ from hf_fsdp_recipes.upstream.accelerate_internals import PRECISIONS
 
 logger = logging.getLogger(__name__)
 
-# {name in Trainer's logs: name in metrics.jsonl}
+# {name in metrics.jsonl: name in Trainer's logs}
 LOGGED = {
-    "host_memory_gb": "host_bytes",
-    "device_peak_memory_gb": "device_peak_bytes",
+    **{name: name for name in ("step_seconds", *RATES)},
+    "host_bytes": "host_memory_gb",
+    "device_peak_bytes": "device_peak_memory_gb",
 }
 
 
@@ -138,9 +139,8 @@ class MetricsCallback(TrainerCallback):
         entry["step"] = state.global_step
         if "loss" in logs:
             entry |= self._measure(state)
-            logs |= {name: entry[name] for name in ("step_seconds", *RATES) if name in entry}
-            memory_gb = metrics_file.summarize([entry])
-            logs |= {name: memory_gb[key] for name, key in LOGGED.items() if key in memory_gb}
+            flat = metrics_file.flatten(entry)
+            logs |= {LOGGED[name]: flat[name] for name in LOGGED if flat.get(name)}
         self._append(entry)
 
     def on_train_end(

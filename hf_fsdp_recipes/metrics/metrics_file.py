@@ -64,6 +64,14 @@ def append(path: Path, entry: Entry) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
+def flatten(step: Entry) -> Entry:
+    """Return a logged step with each phase's seconds per step, and the largest rank's GB."""
+    phases = {phase: spent / step["num_steps"] for phase, spent in step["seconds"].items()}
+    flat = step | phases | {name: max(step[name]) / 1e9 for name in MEMORY}
+    flat["peak"] = flat["device_peak_bytes"] or flat["host_bytes"]
+    return flat
+
+
 def summarize(steps: Entries) -> dict[str, float]:
     """Return what the logged steps of a run have measured. What is 0 or missing is left out.
 

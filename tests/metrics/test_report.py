@@ -76,11 +76,13 @@ def test_report_and_log_show_what_was_measured(tmp_path):
         "step time, median": "2.000 s",
         "throughput, padding excluded": "100 tokens/s (50 per rank)",  # without the warm-up
         "MFU": "40.0% of the dense peak",
-        "host memory at optimizer steps, largest rank": "0.20 GB",
+        "tokens in total, padding excluded": "8,000 in 40 steps",
+        "wall time of these steps": "0:01:20",
+        "host memory at optimizer steps, without cached files, largest rank": "0.20 GB",
         "device memory allocated, peak, largest rank": "74.00 GB",
         "device memory allocated between steps (valley), largest rank": "8.00 GB",
         "device memory reserved, peak, largest rank": "76.00 GB",
-        "share of the time: forward_backward": "62.5%",
+        "shares of the time": "data 25.0%, forward_backward 62.5%, optimizer 12.5%",
     }
     lines = (tmp_path / f"{RUN}.txt").read_text().splitlines()
     assert "MFU: 40.0% of the dense peak" in lines
@@ -91,27 +93,52 @@ def test_report_and_log_show_what_was_measured(tmp_path):
     )
 
 
+def plots(*entries):
+    """Return {title: {label: points}}."""
+    return {
+        axes.get_title("left").partition(",")[0]: {
+            line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.get_lines()
+        }
+        for axes in report.draw(entries).axes
+    }
+
+
 def test_plots_show_loss_throughput_phases_and_memory():
-    panels = report.draw([step(1), step(2), {"step": 2, "eval_loss": 3.0}]).axes
-    lines = {
-        line.get_label(): list(zip(*line.get_data(), strict=True))
-        for axes in panels
-        for line in axes.get_lines()
+    phases = {"data": 0.5, "forward_backward": 1.25, "optimizer": 0.25}
+    assert plots(START, step(1), step(2), {"step": 2, "eval_loss": 3.0}) == {
+        "Loss": {"training": [(1, 4.0), (2, 2.0)], "evaluation": [(2, 3.0)]},
+        "Tokens/s": {"all ranks": [(1, 100.0), (2, 100.0)]},
+        "MFU": {"all ranks": [(1, 0.4), (2, 0.4)]},
+        "Seconds per step": {phase: [(1, value), (2, value)] for phase, value in phases.items()},
+        "Host memory without cached files": {"largest rank": [(1, 0.2), (2, 0.2)]},
+        "Device memory of the largest rank": {
+            "peak": [(1, 74.0), (2, 74.0)],
+            "between steps": [(1, 8.0), (2, 8.0)],
+        },
     }
-    assert lines == lines | {
-        "training loss": [(1, 4.0), (2, 2.0)],
-        "evaluation loss": [(2, 3.0)],
-        "all ranks": [(1, 100.0), (2, 100.0)],
-        "forward_backward": [(1, 1.25), (2, 1.25)],
-        "anonymous pages": [(1, 0.2), (2, 0.2)],
-        "peak": [(1, 74.0), (2, 74.0)],
-        "between steps (valley)": [(1, 8.0), (2, 8.0)],
+
+
+def test_plots_leave_out_what_was_not_measured_and_mark_resumes():
+    cold = step(1, device_peak_bytes=[0, 0], device_valley_bytes=[0, 0])
+    for name in ("mfu", "tokens_per_second", "tokens_per_second_per_device"):
+        del cold[name]
+    assert plots(START, cold).keys() == {
+        "Loss",
+        "Seconds per step",
+        "Host memory without cached files",
     }
+    resumed = report.draw([START, step(1), START | {"from_step": 1}, step(2)])
+    for axes in resumed.axes:
+        [marks] = axes.collections
+        assert marks.get_label() == "resumed" and marks.get_segments()[0][0, 0] == 1
 
 
 def test_a_run_that_is_going_or_ended_in_its_warm_up_has_a_report(tmp_path):
     write(tmp_path, [START])
     assert table(tmp_path)["steps"] == "0 of 40"
+    for name in ("report.md", f"{RUN}.txt"):
+        assert "No step is logged yet" in (tmp_path / name).read_text()
+    assert not (tmp_path / "report.png").exists()
     write(
         tmp_path,
         [START | {"no_mfu": "no float32 peak FLOP/s known for cpu"}, step(1, is_warmup=True)],
