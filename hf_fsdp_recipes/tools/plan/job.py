@@ -4,6 +4,7 @@ It consists of the recipe's arguments and the environment variables that the lau
 """
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,28 @@ from hf_fsdp_recipes.tools.files import find_file
 from hf_fsdp_recipes.tools.launch import read_launch
 from hf_fsdp_recipes.training.arguments import Arguments, parse_arguments
 from hf_fsdp_recipes.upstream.accelerate_internals import prepare_multi_gpu_env
+
+
+GPUS_OF_NODE = 8  # if a job of several nodes does not say it
+
+
+class Request(NamedTuple):
+    """The command line of a job."""
+
+    recipe: str | None
+    template: str
+    options: list[str]
+
+    def change(self, options: str) -> "Request":
+        """Return the same command line with further options, or with another template."""
+        words = shlex.split(options)
+        if words[0] == "--accelerate_config":
+            return self._replace(template=words[1])
+        return self._replace(options=[*self.options, *words])
+
+    def read(self) -> "Job":
+        """Return the job. Raises what `read_job` raises."""
+        return read_job(*self)
 
 
 class Job(NamedTuple):
@@ -36,6 +59,18 @@ class Job(NamedTuple):
     def is_offloaded(self) -> bool:
         """Whether shards, their gradients and the optimizer's state are in host memory."""
         return self.environment.get("FSDP_OFFLOAD_PARAMS") == "true" and not self.on_cpu
+
+    @property
+    def ranks_of_node(self) -> int:
+        """The ranks on a node. If a single node would have many, several nodes are meant."""
+        if self.num_nodes > 1:
+            return self.num_ranks // self.num_nodes
+        return min(self.num_ranks, GPUS_OF_NODE)
+
+    @property
+    def has_fixed_ranks(self) -> bool:
+        """Whether the template gives the sizes of replicas, which must fit the number of ranks."""
+        return "ACCELERATE_USE_PARALLELISM_CONFIG" in self.environment
 
     @property
     def is_joined(self) -> bool:

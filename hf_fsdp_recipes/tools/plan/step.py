@@ -73,10 +73,25 @@ class Step(NamedTuple):
     host: dict[str, float]  # in host memory, for each purpose
     loading: float  # in rank 0's host memory while it loads the model
 
+    def full_peak(self, job: Job) -> dict[str, float]:
+        """Return the peak with an allowance for what is assumed."""
+        if job.on_cpu:
+            return self.peak | {"Python and its libraries (assumed)": PROCESS_BYTES}
+        temporary = sum(self.peak.values()) - self.resident
+        return self.peak | {
+            "context, NCCL, fragmentation (assumed)": allowance(temporary, job.num_ranks)
+        }
+
     @property
     def resident(self) -> float:
         """What stays in the device's memory between steps ("valley")."""
         return self.peak[PARAMETERS] + self.peak[OPTIMIZER] + self.peak.get(BUCKETS, 0)
+
+
+def allowance(temporary_bytes: float, num_ranks: int) -> float:
+    """Return the bytes that a rank of GPUs needs besides its tensors, according to assumptions."""
+    nccl_bytes = NCCL_BYTES if num_ranks > 1 else 0
+    return CONTEXT_BYTES + nccl_bytes + FRAGMENTATION * temporary_bytes
 
 
 def measure_step(job: Job, config: PreTrainedConfig | None = None) -> Step:
