@@ -6,6 +6,7 @@ If the recipe does not fit, measures which options save memory.
 import json
 import multiprocessing
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.pool import Pool
 from os import cpu_count
@@ -62,6 +63,7 @@ def plan(
     with explained(ToolError, f"--gpu_memory is {gpu_memory}, not gigabytes, such as 24GB"):
         limit = float(gpu_memory.upper().removesuffix("GB"))
     request = Request(config, accelerate_config, context.args)
+    warnings.simplefilter("ignore", FutureWarning)
     job = request.read()
     with explained(
         ToolError, "plan needs what an installed version lacks (tested: TRL 1.16 with torch 2.13)"
@@ -71,21 +73,23 @@ def plan(
     workers = multiprocessing.get_context("forkserver")
     workers.set_forkserver_preload(["hf_fsdp_recipes.cli", table.__name__])
     with workers.Pool(cpu_count()) as pool:
-        groups = table.find_groups(job)
+        own = (job.shape[0], job.num_ranks)
+        estimate = table.Estimate(job)
+        sizes = [own] if job.on_cpu else estimate.to_measure
         requests = [
             request.change(f"--per_device_train_batch_size={rows} --num_processes={ranks}")
-            for group in groups
-            for rows, ranks in group.measured
+            for rows, ranks in sizes
         ]
-        steps = _measure_all(pool, table.measure, requests)
-        answer = _describe(job, steps[0])
+        steps = dict(zip(sizes, _measure_all(pool, table.measure, requests), strict=True))
+        answer = _describe(job, steps[own])
         if job.on_cpu:
             limit = available_host_bytes() / 1e9
             needed = sum(answer["host_gigabytes"].values())
         else:
             needed = answer["gigabytes"]
-            sizes = {size: size * (1 - MARGIN) for size in sorted({*GPU_GIGABYTES, limit})}
-            answer["table"] = list(table.rows_of_table(job, groups, steps, sizes))
+            limits = {size: size * (1 - MARGIN) for size in sorted({*GPU_GIGABYTES, limit})}
+            estimate.fit(steps)
+            answer["table"] = list(table.make_table(job, estimate, limits))
         answer["fits"] = needed <= limit * (1 - MARGIN)
         if not answer["fits"]:
             changes = [request.change(options) for options in ADVICE]
@@ -102,7 +106,10 @@ def plan(
 def _measure_all(pool: Pool, measure: Callable, requests: Sequence["Request"]) -> list:
     """Return the step of each request. On a terminal, show the progress."""
     steps = pool.imap(measure, requests)
-    with typer.progressbar(steps, len(requests), "steps", file=sys.stderr) as shown:
+    is_hidden = not sys.stderr.isatty()
+    with typer.progressbar(
+        steps, len(requests), "measuring steps", is_hidden, file=sys.stderr
+    ) as shown:
         return list(shown)
 
 
@@ -176,12 +183,12 @@ def _print_sizes(sizes: Mapping[str, float]) -> None:
 def _print_table(answer: Mapping[str, Any]) -> None:
     """Print on how many GPUs of which size the job fits."""
     print(
-        "largest per_device_train_batch_size that fits on each GPU (-: none), memory of a GPU with "
-        "{rows} and of a node in GB:".format_map(answer)
+        "largest per_device_train_batch_size that fits on GPUs of a size (-: none); with {rows}, "
+        "GB of a GPU and of a node's host memory:".format_map(answer)
     )
     sizes = answer["table"][0]["largest_batch"]
     titles = [f"{size:g} GB" for size in sizes]
-    print("  GPUs  " + "".join(f"{title:>8}" for title in [*titles, "needed", "host"]))
+    print("  GPUs  " + "".join(f"{title:>8}" for title in [*titles, "GPU", "host"]))
     for row in answer["table"]:
         cells = [number or "-" for number in row["largest_batch"].values()]
         cells += [f"{row['gigabytes']:.1f}", f"{row['host_gigabytes']:.1f}"]

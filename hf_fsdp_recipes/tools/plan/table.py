@@ -2,7 +2,7 @@
 
 Batch size and number of ranks change how much each operation allocates, but not the operations. So
 the memory after an operation is a polynomial of both: of second degree in the rows of a batch,
-because a mask has rows times rows values, and linear in the shard of a rank.
+because a mask has rows times rows values, and of first degree in the share of a rank.
 """
 
 import logging
@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,40 +22,47 @@ from hf_fsdp_recipes.tools.plan.step import Step, allowance, measure_step
 NUMS_RANKS = (1, 2, 4, 8, 16, 32)
 MOST_ROWS = 4096
 
-
-class Group(NamedTuple):
-    """Jobs that differ only in rows and ranks, and whose steps have the same operations."""
-
-    rows: list[int]  # to be measured with the first number of ranks
-    ranks: list[int]  # to be measured with the first number of rows
-
-    @property
-    def measured(self) -> list[tuple[int, int]]:
-        """(rows, ranks) of each job whose step has to be measured."""
-        return [
-            *((rows, self.ranks[0]) for rows in self.rows),
-            *((self.rows[0], ranks) for ranks in self.ranks[1:]),
-        ]
+Steps = Mapping[tuple[int, int], Step]  # {(rows of a batch, number of ranks): its step}
 
 
 class Estimate:
-    """What a rank needs in any job of a group.
+    """What a rank needs with any batch size and number of ranks.
 
     Args:
-        group: the jobs.
-        steps: of those jobs that were measured.
+        job: the job.
+
+    Attributes:
+        to_measure: (rows of a batch, number of ranks) of the steps that `fit` needs, among them
+            that of the job.
     """
 
-    def __init__(self, group: Group, steps: Sequence[Step]) -> None:
-        self._group = group
-        self._steps = steps
-        self._timelines = _align([step.timeline for step in steps])
+    def __init__(self, job: Job) -> None:
+        self._rows = [job.shape[0] * factor for factor in (1, 2, 3)]
+        self._ranks = [job.num_ranks]
+        if not job.has_fixed_ranks:
+            several = job.num_ranks if job.num_ranks > 1 else GPUS_OF_NODE
+            self._ranks = [several, 2 if several > GPUS_OF_NODE else max(NUMS_RANKS)]
+        self._corners = [(rows, self._ranks[0]) for rows in self._rows]
+        self._corners += [(self._rows[0], ranks) for ranks in self._ranks[1:]]
+        # A single rank gathers nothing, so its step has other operations.
+        single = [] if job.has_fixed_ranks else [(self._rows[0], 1)]
+        self.to_measure = [*self._corners, *single]
+
+    def fit(self, steps: Steps) -> None:
+        """Take over the measured steps."""
+        self._steps = [steps[corner] for corner in self._corners]
+        self._timelines = _align([step.timeline for step in self._steps])
+        self._extra_of_single = 0.0
+        single = steps.get((self._rows[0], 1))
+        if single is not None:
+            self._extra_of_single = sum(single.peak.values()) - self._peak(self._rows[0], 1)
 
     def total(self, num_rows: int, num_ranks: int) -> float:
         """Return the bytes that a rank needs at the peak of a step."""
-        weights = self._weights(num_rows, num_ranks)
-        peak = float(np.max(weights @ self._timelines))
-        resident = float(weights @ [step.resident for step in self._steps])
+        peak = self._peak(num_rows, num_ranks)
+        if num_ranks == 1:
+            peak += self._extra_of_single
+        resident = self._weigh([step.resident for step in self._steps], num_rows, num_ranks)
         return peak + allowance(peak - resident, num_ranks)
 
     def largest_batch(self, limit_bytes: float, num_ranks: int) -> int:
@@ -68,32 +75,18 @@ class Estimate:
 
     def host(self, num_ranks: int) -> float:
         """Return the bytes of host memory that a node needs."""
-        weights = self._weights(self._group.rows[0], num_ranks)
-        of_rank = float(weights @ [sum(step.host.values()) for step in self._steps])
+        host = [sum(step.host.values()) for step in self._steps]
+        of_rank = self._weigh(host, self._rows[0], num_ranks)
         return min(num_ranks, GPUS_OF_NODE) * of_rank + self._steps[0].loading
 
-    def _weights(self, num_rows: int, num_ranks: int) -> np.ndarray:
-        by_rows = _lagrange(self._group.rows, num_rows)
-        by_ranks = _lagrange([1 / ranks for ranks in self._group.ranks], 1 / num_ranks)
-        return np.array([by_rows[0] + by_ranks[0] - 1, *by_rows[1:], *by_ranks[1:]])
+    def _peak(self, num_rows: int, num_ranks: int) -> float:
+        return float(np.max(self._weigh(self._timelines, num_rows, num_ranks)))
 
-
-def find_groups(job: Job) -> list[Group]:
-    """Return the groups of jobs in the table of a job. The job is the first of the first group.
-
-    A single rank gathers nothing, so its step has other operations.
-    """
-    num_rows = job.shape[0]
-    rows = [num_rows, 2 * num_rows, 3 * num_rows]
-    if job.on_cpu:
-        return [Group([num_rows], [job.num_ranks])]
-    if job.has_fixed_ranks:
-        return [Group(rows, [job.num_ranks])]
-    most = max(NUMS_RANKS)
-    near = job.num_ranks if job.num_ranks > 1 else GPUS_OF_NODE
-    far = most if near < most else 2
-    groups = [Group(rows, [near, far]), Group(rows, [1])]
-    return groups if job.num_ranks > 1 else groups[::-1]
+    def _weigh(self, values: Sequence, num_rows: int, num_ranks: int) -> Any:
+        """Return the polynomial's value. `values` has one for each corner."""
+        by_rows = _lagrange(self._rows, num_rows)
+        by_ranks = _lagrange([1 / ranks for ranks in self._ranks], 1 / num_ranks)
+        return [by_rows[0] + by_ranks[0] - 1, *by_rows[1:], *by_ranks[1:]] @ np.array(values)
 
 
 def _lagrange(points: Sequence[float], x: float) -> list[float]:
@@ -116,25 +109,16 @@ def _align(timelines: Sequence[list[list[float]]]) -> np.ndarray:
     return np.array([list(chain(*row)) for row in zip(*columns, strict=True)])
 
 
-def rows_of_table(
-    job: Job, groups: Sequence[Group], steps: Sequence[Step], limits: Mapping[float, float]
-) -> Iterator[dict]:
+def make_table(job: Job, estimate: Estimate, limits: Mapping[float, float]) -> Iterator[dict]:
     """Generate what is known for each number of ranks. Sizes are in GB.
 
     Args:
         job: the job.
-        groups: of the job.
-        steps: of all measured jobs of the groups, in order.
+        estimate: of it, fitted.
         limits: {size of a GPU: how much of it may be used}
     """
-    remaining = iter(steps)
-    estimates = {}
-    for group in groups:
-        measured = [next(remaining) for _ in group.measured]
-        estimates[group.ranks[0] == 1] = Estimate(group, measured)
     numbers = {job.num_ranks} if job.has_fixed_ranks else {*NUMS_RANKS, job.num_ranks}
     for num_ranks in sorted(numbers):
-        estimate = estimates[num_ranks == 1]
         yield {
             "ranks": num_ranks,
             "largest_batch": {
