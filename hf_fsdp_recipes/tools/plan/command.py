@@ -8,6 +8,7 @@ import multiprocessing
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.pool import Pool
 from os import cpu_count
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,7 @@ from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.tools.files import RecipeOption, TemplateOption
 
 if TYPE_CHECKING:
-    from hf_fsdp_recipes.tools.plan.job import Job, Request
+    from hf_fsdp_recipes.tools.plan.job import Job
     from hf_fsdp_recipes.tools.plan.step import Step
 
 GPU_GIGABYTES = (24, 40, 48, 80, 141)
@@ -92,8 +93,7 @@ def plan(
             answer["table"] = list(table.make_table(job, estimate, limits))
         answer["fits"] = needed <= limit * (1 - MARGIN)
         if not answer["fits"]:
-            changes = [request.change(options) for options in ADVICE]
-            changed = _measure_all(pool, table.measure_if_possible, changes)
+            changed = _measure_all(pool, partial(table.measure_change, request), ADVICE)
             answer["advice"] = _compare(answer["gigabytes"], changed)
     if as_json:
         print(json.dumps(answer, indent=1))
@@ -103,13 +103,11 @@ def plan(
         raise Exit(1)
 
 
-def _measure_all(pool: Pool, measure: Callable, requests: Sequence["Request"]) -> list:
-    """Return the step of each request. On a terminal, show the progress."""
-    steps = pool.imap(measure, requests)
+def _measure_all(pool: Pool, measure: Callable, jobs: Sequence) -> list:
+    """Return the result of each job. On a terminal, show the progress."""
     is_hidden = not sys.stderr.isatty()
-    with typer.progressbar(
-        steps, len(requests), "measuring steps", is_hidden, file=sys.stderr
-    ) as shown:
+    results = pool.imap(measure, jobs)
+    with typer.progressbar(results, len(jobs), "measuring", is_hidden, file=sys.stderr) as shown:
         return list(shown)
 
 

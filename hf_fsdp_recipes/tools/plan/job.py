@@ -18,7 +18,6 @@ from hf_fsdp_recipes.tools.launch import read_launch
 from hf_fsdp_recipes.training.arguments import Arguments, parse_arguments
 from hf_fsdp_recipes.upstream.accelerate_internals import prepare_multi_gpu_env
 
-
 GPUS_OF_NODE = 8  # if a job of several nodes does not say it
 
 
@@ -132,7 +131,7 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
     environment = prepare_multi_gpu_env(launch)
     if environment.get("FSDP_VERSION", "2") != "2":
         raise ToolError(
-            f"{template} is for FSDP1, which cannot be planned. Use a template with fsdp_version: 2."
+            f"{template} is for FSDP1, which cannot be planned. Use one with fsdp_version: 2."
         )
     # So that any machine can read a recipe for GPUs.
     environment["ACCELERATE_USE_CPU"] = "true"

@@ -137,9 +137,16 @@ def measure(request: Request) -> Step:
     return measure_step(request.read())
 
 
-def measure_if_possible(request: Request) -> float | None:
-    """Return how many GB a rank of a job needs, or None if there can be no such job."""
+def measure_change(request: Request, options: str) -> float | None:
+    """Return how many GB a rank of a job needs with further options.
+
+    Return None if they change nothing, or if there can be no such job.
+    """
+    changed = request.change(options)
     try:
-        return sum(measure(request).full_peak(request.read()).values()) / 1e9
+        job = changed.read()
+        if job == request.read():
+            return None
+        return sum(measure(changed).full_peak(job).values()) / 1e9
     except RecipeError:
         return None
