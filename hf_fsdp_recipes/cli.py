@@ -17,6 +17,9 @@ from hf_fsdp_recipes.tools.preflight import preflight
 from hf_fsdp_recipes.tools.rehearse import rehearse
 from hf_fsdp_recipes.tools.sweep import sweep
 
+# bitsandbytes warns that 4-bit kernels for the CPU are missing.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
 # Settings of a command that passes fields of a recipe on.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -135,8 +138,6 @@ app.command(context_settings=PASS_ON | {"help_option_names": []})(quickstart)
 
 def main() -> None:
     """Run the command. A RecipeError is printed as one line on stderr, and the exit status is 1."""
-    # bitsandbytes warns that 4-bit kernels for the CPU are missing.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         app()
     except RecipeError as error:

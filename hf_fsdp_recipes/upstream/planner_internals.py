@@ -30,3 +30,9 @@ NEEDS_NO_MASK = "_ignore_causal_mask_sdpa"
 MULTIPLY_GROUPS = "_grouped_mm"
 # Functions of `chunked_logprob` that are Triton kernels on GPUs, where they work in place.
 TILES = ("_forward_tile", "_backward_tile", "_addmm_fp32")
+
+
+def current_bytes(tracker: MemTracker) -> dict:
+    """Return {kind: bytes} of the live tensors. The public snapshot is a slow copy of it."""
+    [snapshot] = tracker._curr_mem_snap.values()
+    return snapshot

@@ -1,12 +1,19 @@
-"""`hf-fsdp plan`: predicts how much memory a recipe takes, and for what.
+"""`hf-fsdp plan`: predicts how much memory a recipe takes, for what, and where it fits.
 
-If the recipe does not fit, lists options that save memory.
+If the recipe does not fit, measures which options save memory.
 """
 
+import json
+import multiprocessing
+import sys
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.pool import Pool
+from os import cpu_count
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from typer import Context, Exit, Option
 
 from hf_fsdp_recipes.errors import ToolError, explained
@@ -14,25 +21,25 @@ from hf_fsdp_recipes.tools.files import RecipeOption, TemplateOption
 
 if TYPE_CHECKING:
     from hf_fsdp_recipes.tools.plan.job import Job
+    from hf_fsdp_recipes.tools.plan.step import Step
 
-# Assumptions
-CONTEXT_BYTES = 0.9e9  # the GPU's context with cuBLAS
-NCCL_BYTES = 0.6e9  # NCCL's buffers
-FRAGMENTATION = 0.03  # fragmented share of temporary memory
-
-# Options that save memory. The first ones cost nothing. The last ones change what is trained.
+GPU_GIGABYTES = (24, 40, 48, 80, 141)
+MARGIN = 0.05  # of a memory. A job that needs a part of it may not fit.
+SYNC = """--accelerator_config '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'"""
+LORA = "--use_peft true --lora_target_modules all-linear --dtype bfloat16"
+# Options that may save memory. The first ones cost nothing. The last ones change what is trained.
 ADVICE = (
+    "--accelerate_config full_shard",
     "--gradient_checkpointing true",
-    """--accelerator_config '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}' """
-    "if a full fine-tune accumulates",
-    "--per_device_train_batch_size 1, with more --gradient_accumulation_steps",
+    SYNC,
+    "--per_device_train_batch_size 1",
     "--fsdp_reshard_after_forward true",
     "--optim paged_adamw_32bit",
     "--fsdp_offload_params true",
-    "more ranks, with --num_processes",
-    "--use_peft --lora_target_modules all-linear --dtype bfloat16, and after that --load_in_4bit "
-    "true",
+    LORA,
+    f"{LORA} --load_in_4bit true",
 )
+LEAST_SAVING = 0.01  # of what the job needs. Options that save less are not listed.
 
 
 def plan(
@@ -40,54 +47,147 @@ def plan(
     accelerate_config: TemplateOption,
     config: RecipeOption = None,
     gpu_memory: Annotated[
-        str, Option("--gpu_memory", help="Memory of one GPU, such as 24GB.")
+        str, Option("--gpu_memory", help="Memory of one GPU, such as 24GB; not for CPU ranks.")
     ] = "80GB",
+    as_json: Annotated[bool, Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Will it fit? Predict the memory of one GPU from the model's config alone.
 
-    If the run does not fit, the output lists options that save memory, and the exit status is 1.
-    The arguments are those of `hf-fsdp sft`. Options of `accelerate launch` and fields of the
-    recipe can follow in any order.
+    A table shows on how many GPUs of which size the recipe fits, and with which batch. If the run
+    does not fit, the output lists options that save memory, and the exit status is 1. The arguments
+    are those of `hf-fsdp sft`. Options of `accelerate launch` and fields of the recipe can follow
+    in any order.
     """
-    from hf_fsdp_recipes.tools.plan.job import read_config, read_job
+    from hf_fsdp_recipes.metrics.memory import available_host_bytes
+    from hf_fsdp_recipes.tools.plan.job import Request
 
     with explained(ToolError, f"--gpu_memory is {gpu_memory}, not gigabytes, such as 24GB"):
-        limit_gigabytes = float(gpu_memory.upper().removesuffix("GB"))
+        limit = float(gpu_memory.upper().removesuffix("GB"))
+    request = Request(config, accelerate_config, context.args)
     warnings.simplefilter("ignore", FutureWarning)
-    job = read_job(config, accelerate_config, context.args)
+    job = request.read()
     with explained(
         ToolError, "plan needs what an installed version lacks (tested: TRL 1.16 with torch 2.13)"
     ):
-        from hf_fsdp_recipes.tools.plan.step import measure_step
-    parts = measure_step(read_config(job), job)
-    if not job.on_cpu:
-        temporary = sum(parts.values()) - parts["parameters"] - parts["optimizer state"]
-        nccl = NCCL_BYTES if job.num_ranks > 1 else 0
-        parts["context, NCCL, fragmentation (assumed)"] = (
-            CONTEXT_BYTES + FRAGMENTATION * temporary + nccl
-        )
-    print_parts(job, parts)
-    if sum(parts.values()) > limit_gigabytes * 1e9:
-        print(
-            f"does not fit in {limit_gigabytes:g} GB. Options that save memory, if not set yet:",
-            *ADVICE,
-            sep="\n  ",
-        )
+        from hf_fsdp_recipes.tools.plan import table
+    # A forked process could inherit a lock that another thread of this one holds.
+    workers = multiprocessing.get_context("forkserver")
+    workers.set_forkserver_preload(["hf_fsdp_recipes.cli", table.__name__])
+    with workers.Pool(cpu_count()) as pool:
+        own = (job.shape[0], job.num_ranks)
+        estimate = table.Estimate(job)
+        sizes = [own] if job.on_cpu else estimate.to_measure
+        requests = [
+            request.change(f"--per_device_train_batch_size={rows} --num_processes={ranks}")
+            for rows, ranks in sizes
+        ]
+        steps = dict(zip(sizes, _measure_all(pool, table.measure, requests), strict=True))
+        answer = _describe(job, steps[own])
+        if job.on_cpu:
+            limit = available_host_bytes() / 1e9
+            needed = sum(answer["host_gigabytes"].values())
+        else:
+            needed = answer["gigabytes"]
+            limits = {size: size * (1 - MARGIN) for size in sorted({*GPU_GIGABYTES, limit})}
+            estimate.fit(steps)
+            answer["table"] = list(table.make_table(job, estimate, limits))
+        answer["fits"] = needed <= limit * (1 - MARGIN)
+        if not answer["fits"]:
+            changed = _measure_all(pool, partial(table.measure_change, request), ADVICE)
+            answer["advice"] = _compare(answer["gigabytes"], changed)
+    if as_json:
+        print(json.dumps(answer, indent=1))
+    else:
+        _print(answer, needed, limit)
+    if not answer["fits"]:
         raise Exit(1)
-    print(f"fits in {limit_gigabytes:g} GB")
 
 
-def print_parts(job: "Job", parts: Mapping[str, float]) -> None:
-    """Print the planned run and what takes the memory of a rank."""
+def _measure_all(pool: Pool, measure: Callable, jobs: Sequence) -> list:
+    """Return the result of each job. On a terminal, show the progress."""
+    is_hidden = not sys.stderr.isatty()
+    results = pool.imap(measure, jobs)
+    with typer.progressbar(results, len(jobs), "measuring", is_hidden, file=sys.stderr) as shown:
+        return list(shown)
+
+
+def _describe(job: "Job", step: "Step") -> dict[str, Any]:
+    """Return what the command says of the job itself. Sizes are in GB."""
     rows, length = job.shape
-    training = job.arguments.training
+    host = {purpose: job.ranks_of_node * size / 1e9 for purpose, size in step.host.items()}
+    host["loading, on rank 0"] = step.loading / 1e9
+    peak = {name: size / 1e9 for name, size in step.full_peak(job).items()}
+    total = sum(peak.values())
+    if job.on_cpu:
+        host["ranks, at the peak of a step"] = job.ranks_of_node * total
+    return {
+        "ranks": job.num_ranks,
+        "ranks_of_node": job.ranks_of_node,
+        "rows": rows,
+        "tokens_of_row": length,
+        "gradient_accumulation_steps": job.arguments.training.gradient_accumulation_steps,
+        "gigabytes": total,
+        "gigabytes_between_steps": step.resident / 1e9,
+        "peak_gigabytes": peak,
+        "host_gigabytes": host,
+        "not_counted": job.not_counted,
+        "table": [],
+        "advice": [],
+    }
+
+
+def _compare(gigabytes: float, changed: Sequence[float | None]) -> list[dict[str, Any]]:
+    """Return the options that save memory, with how much a rank then needs."""
+    return [
+        {"options": options, "gigabytes": needed, "saved_gigabytes": gigabytes - needed}
+        for options, needed in zip(ADVICE, changed, strict=True)
+        if needed is not None and gigabytes - needed > LEAST_SAVING * gigabytes
+    ]
+
+
+def _print(answer: Mapping[str, Any], needed: float, limit: float) -> None:
+    """Print the answer for a person."""
     print(
-        f"{job.num_ranks} ranks; each: {rows} x {length} tokens, "
-        f"{training.gradient_accumulation_steps} times per step"
+        "{ranks} ranks; each: {rows} x {tokens_of_row} tokens, {gradient_accumulation_steps} times "
+        "per step\nmemory of one rank at the peak of a step:".format_map(answer)
     )
-    print("memory of one rank at the peak of a step:")
-    for name in sorted(parts, key=parts.__getitem__, reverse=True):
-        print(f"{parts[name] / 1e9:9.2f} GB  {name}")
-    print(f"{sum(parts.values()) / 1e9:9.2f} GB  in total")
-    if training.use_liger_kernel:
-        print("The plan does not know Liger's kernels, with which a rank needs less.")
+    _print_sizes(answer["peak_gigabytes"])
+    print(
+        "{gigabytes:9.2f} GB  in total; {gigabytes_between_steps:.2f} GB between steps\n"
+        "host memory of a node with {ranks_of_node} ranks, besides Python:".format_map(answer)
+    )
+    _print_sizes(answer["host_gigabytes"])
+    if answer["not_counted"]:
+        print("set, but not counted in this plan:", ", ".join(answer["not_counted"]))
+    if answer["table"]:
+        _print_table(answer)
+    if answer["fits"]:
+        print(f"fits in {limit:.4g} GB")
+    elif needed <= limit:
+        print(f"may not fit in {limit:.4g} GB: less than {MARGIN:.0%} would be left")
+    else:
+        print(f"does not fit in {limit:.4g} GB")
+    if answer["advice"]:
+        print("Options that save memory:")
+    for change in answer["advice"]:
+        print("{saved_gigabytes:9.2f} GB  {options}".format_map(change))
+
+
+def _print_sizes(sizes: Mapping[str, float]) -> None:
+    for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        print(f"{sizes[name]:9.2f} GB  {name}")
+
+
+def _print_table(answer: Mapping[str, Any]) -> None:
+    """Print on how many GPUs of which size the job fits."""
+    print(
+        "largest per_device_train_batch_size that fits on GPUs of a size (-: none); with {rows}, "
+        "GB of a GPU and of a node's host memory:".format_map(answer)
+    )
+    sizes = answer["table"][0]["largest_batch"]
+    titles = [f"{size:g} GB" for size in sizes]
+    print("  GPUs  " + "".join(f"{title:>8}" for title in [*titles, "GPU", "host"]))
+    for row in answer["table"]:
+        cells = [number or "-" for number in row["largest_batch"].values()]
+        cells += [f"{row['gigabytes']:.1f}", f"{row['host_gigabytes']:.1f}"]
+        print(f"{row['ranks']:>6}  " + "".join(f"{cell:>8}" for cell in cells))

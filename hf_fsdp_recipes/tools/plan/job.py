@@ -4,9 +4,10 @@ It consists of the recipe's arguments and the environment variables that the lau
 """
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -17,6 +18,27 @@ from hf_fsdp_recipes.tools.launch import read_launch
 from hf_fsdp_recipes.training.arguments import Arguments, parse_arguments
 from hf_fsdp_recipes.upstream.accelerate_internals import prepare_multi_gpu_env
 
+GPUS_OF_NODE = 8  # if a job of several nodes does not say it
+
+
+class Request(NamedTuple):
+    """The command line of a job."""
+
+    recipe: str | None
+    template: str
+    options: list[str]
+
+    def change(self, options: str) -> "Request":
+        """Return the same command line with further options, or with another template."""
+        words = shlex.split(options)
+        if words[0] == "--accelerate_config":
+            return self._replace(template=words[1])
+        return self._replace(options=[*self.options, *words])
+
+    def read(self) -> "Job":
+        """Return the job. Raises what `read_job` raises."""
+        return read_job(*self)
+
 
 class Job(NamedTuple):
     """A training job."""
@@ -24,12 +46,30 @@ class Job(NamedTuple):
     arguments: Arguments  # of the recipe
     environment: dict[str, str]  # of a rank
     num_ranks: int  # on all nodes
+    num_nodes: int
     on_cpu: bool
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks shard the model. Otherwise, each rank has a full copy."""
+        return "FSDP_VERSION" in self.environment
 
     @property
     def is_offloaded(self) -> bool:
         """Whether shards, their gradients and the optimizer's state are in host memory."""
-        return self.environment["FSDP_OFFLOAD_PARAMS"] == "true" and not self.on_cpu
+        return self.environment.get("FSDP_OFFLOAD_PARAMS") == "true" and not self.on_cpu
+
+    @property
+    def ranks_of_node(self) -> int:
+        """The ranks on a node. If a single node would have many, several nodes are meant."""
+        if self.num_nodes > 1:
+            return self.num_ranks // self.num_nodes
+        return min(self.num_ranks, GPUS_OF_NODE)
+
+    @property
+    def has_fixed_ranks(self) -> bool:
+        """Whether the template gives the sizes of replicas, which must fit the number of ranks."""
+        return "ACCELERATE_USE_PARALLELISM_CONFIG" in self.environment
 
     @property
     def is_joined(self) -> bool:
@@ -44,12 +84,35 @@ class Job(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows of a micro-batch, tokens of a row).
+        """(rows of a micro-batch, tokens that a rank has of a row).
 
         A row has 1024 tokens if the recipe has no `max_length`.
         """
         training = self.arguments.training
-        return training.per_device_train_batch_size, training.max_length or 1024
+        length = training.max_length or 1024
+        num_parts = int(self.environment.get("PARALLELISM_CONFIG_CP_SIZE", "1"))
+        return training.per_device_train_batch_size, length // num_parts
+
+    @property
+    def not_counted(self) -> list[str]:
+        """Names of options that are set and change the memory, but that the plan does not know."""
+        training = self.arguments.training
+        checkpointing: Any = training.gradient_checkpointing_kwargs or {}
+        unknown = {
+            "use_liger_kernel": training.use_liger_kernel,
+            "activation_offloading": training.activation_offloading,
+            "gradient_checkpointing_kwargs: offload": checkpointing.get("offload"),
+            "torch_compile": training.torch_compile,
+            "auto_find_batch_size": training.auto_find_batch_size,
+        }
+        names = [name for name, is_set in unknown.items() if is_set]
+        if self.environment.get("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD") == "true":
+            names.append("fsdp_activation_checkpointing_offload")
+        for kind in ("cp", "sp", "tp"):
+            size = self.environment.get(f"PARALLELISM_CONFIG_{kind.upper()}_SIZE", "1")
+            if size != "1":
+                names.append(f"parallelism_config_{kind}_size")
+        return names
 
 
 def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
@@ -66,17 +129,19 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
         find_file("template", template), ["--main_process_port=0", *config, *options]
     )
     environment = prepare_multi_gpu_env(launch)
-    if environment.get("FSDP_VERSION") != "2":
+    if environment.get("FSDP_VERSION", "2") != "2":
         raise ToolError(
-            f"{template} is not for FSDP2, which alone can be planned. Use a template with "
-            "fsdp_version: 2."
+            f"{template} is for FSDP1, which cannot be planned. Use one with fsdp_version: 2."
         )
-    environment["ACCELERATE_USE_CPU"] = "true"  # so that any machine can read a recipe for GPUs
+    # So that any machine can read a recipe for GPUs.
+    environment["ACCELERATE_USE_CPU"] = "true"
+    words = [*launch.training_script_args, "--use_cpu=true"]
     with patch.dict(os.environ, environment):
         return Job(
-            parse_arguments(launch.training_script_args),
+            parse_arguments(words),
             environment,
             launch.num_processes,
+            launch.num_machines,
             launch.use_cpu,
         )
 
