@@ -200,8 +200,8 @@ def predict(case: Case) -> float:
     """Return the predicted peak in bytes."""
     from hf_fsdp_recipes.tools.plan.step import measure_step
 
-    peak = measure_step(make_config(case), read_case(case))
-    return sum(peak.values())
+    step = measure_step(read_case(case), make_config(case))
+    return step.total
 
 
 def measure(case: Case) -> int:

@@ -4,7 +4,6 @@ Usage: python -m benchmarks.gpu_day.predictions FILE
 """
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,12 +35,10 @@ def main() -> None:
     for name, (model, settings) in CASES.items():
         arguments = day.arguments(model, name, settings | {"dataset_name": "rows"}, is_planned=True)
         command = [sys.executable, "-m", "hf_fsdp_recipes.cli", "plan", *OPTIONS, *arguments]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        rows = re.findall(r"^ *([\d.]+) GB  (.*)$", text, re.MULTILINE)
-        sizes = {row: float(size) for size, row in rows}
-        total = sizes.pop("in total")
-        assumed = sum(size for row, size in sizes.items() if "assumed" in row)
-        found[name] = {"total": total, "tensors": total - assumed}
+        text = subprocess.run([*command, "--json"], capture_output=True, text=True).stdout
+        answer = json.loads(text)
+        assumed = sum(size for kind, size in answer["peak_gigabytes"].items() if "assumed" in kind)
+        found[name] = {"total": answer["gigabytes"], "tensors": answer["gigabytes"] - assumed}
         print(name, found[name], flush=True)
     file.write_text(json.dumps(found, indent=1) + "\n")
 

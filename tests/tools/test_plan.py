@@ -241,10 +241,12 @@ def test_fewer_checkpointed_layers_take_more_memory():
 
 
 def test_context_parallel_ranks_share_a_row():
-    sizes = "--parallelism_config_dp_shard_size 2 --parallelism_config_cp_size 4"
-    job = job_of(f"--use_parallelism_config true {sizes} --num_processes 8")
+    sizes = "--parallelism_config_dp_replicate_size 1 --parallelism_config_dp_shard_size 2"
+    options = f"{sizes} --parallelism_config_cp_size 4 --num_processes 8"
+    job = job_of(options, "hybrid_shard")
     assert job.shape == (1, 32)
     assert job.not_counted == ["parallelism_config_cp_size"]
+    assert measure(options, "hybrid_shard")["parameters"] == measure("")["parameters"]
 
 
 @pytest.mark.parametrize(

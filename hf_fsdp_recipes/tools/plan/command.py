@@ -20,7 +20,7 @@ from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.tools.files import RecipeOption, TemplateOption
 
 if TYPE_CHECKING:
-    from hf_fsdp_recipes.tools.plan.job import Job
+    from hf_fsdp_recipes.tools.plan.job import Job, Request
     from hf_fsdp_recipes.tools.plan.step import Step
 
 GPU_GIGABYTES = (24, 40, 48, 80, 141)
@@ -66,6 +66,8 @@ def plan(
     request = Request(config, accelerate_config, context.args)
     warnings.simplefilter("ignore", FutureWarning)
     job = request.read()
+    if job.on_cpu:
+        limit = available_host_bytes() / 1e9
     with explained(
         ToolError, "plan needs what an installed version lacks (tested: TRL 1.16 with torch 2.13)"
     ):
@@ -74,33 +76,41 @@ def plan(
     workers = multiprocessing.get_context("forkserver")
     workers.set_forkserver_preload(["hf_fsdp_recipes.cli", table.__name__])
     with workers.Pool(cpu_count()) as pool:
-        own = (job.shape[0], job.num_ranks)
-        estimate = table.Estimate(job)
-        sizes = [own] if job.on_cpu else estimate.to_measure
-        requests = [
-            request.change(f"--per_device_train_batch_size={rows} --num_processes={ranks}")
-            for rows, ranks in sizes
-        ]
-        steps = dict(zip(sizes, _measure_all(pool, table.measure, requests), strict=True))
-        answer = _describe(job, steps[own])
-        if job.on_cpu:
-            limit = available_host_bytes() / 1e9
-            needed = sum(answer["host_gigabytes"].values())
-        else:
-            needed = answer["gigabytes"]
-            limits = {size: size * (1 - MARGIN) for size in sorted({*GPU_GIGABYTES, limit})}
-            estimate.fit(steps)
-            answer["table"] = list(table.make_table(job, estimate, limits))
-        answer["fits"] = needed <= limit * (1 - MARGIN)
-        if not answer["fits"]:
-            changed = _measure_all(pool, partial(table.measure_change, request), ADVICE)
-            answer["advice"] = _compare(answer["gigabytes"], changed)
+        answer = _answer(pool, request, job, limit)
     if as_json:
         print(json.dumps(answer, indent=1))
     else:
-        _print(answer, needed, limit)
+        _print(answer, limit)
     if not answer["fits"]:
         raise Exit(1)
+
+
+def _answer(pool: Pool, request: "Request", job: "Job", limit: float) -> dict[str, Any]:
+    """Return all that the command says. Sizes are in GB."""
+    from hf_fsdp_recipes.tools.plan import table
+
+    own = (job.shape[0], job.num_ranks)
+    estimate = table.Estimate(job)
+    sizes = [own] if job.on_cpu else estimate.to_measure
+    requests = [
+        request.change(f"--per_device_train_batch_size={rows} --num_processes={ranks}")
+        for rows, ranks in sizes
+    ]
+    measured = _measure_all(pool, table.measure, requests)
+    steps = dict(zip(sizes, measured, strict=True))
+    answer = _describe(job, steps[own])
+    answer["needed"] = answer["gigabytes"]
+    if job.on_cpu:
+        answer["needed"] = sum(answer["host_gigabytes"].values())
+    else:
+        limits = {size: size * (1 - MARGIN) for size in sorted({*GPU_GIGABYTES, limit})}
+        estimate.fit(steps)
+        answer["table"] = list(table.make_table(job, estimate, limits))
+    answer["fits"] = answer["needed"] <= limit * (1 - MARGIN)
+    if not answer["fits"]:
+        changed = _measure_all(pool, partial(table.measure_change, request), ADVICE)
+        answer["advice"] = _compare(answer["gigabytes"], changed)
+    return answer
 
 
 def _measure_all(pool: Pool, measure: Callable, jobs: Sequence) -> list:
@@ -145,7 +155,7 @@ def _compare(gigabytes: float, changed: Sequence[float | None]) -> list[dict[str
     ]
 
 
-def _print(answer: Mapping[str, Any], needed: float, limit: float) -> None:
+def _print(answer: Mapping[str, Any], limit: float) -> None:
     """Print the answer for a person."""
     print(
         "{ranks} ranks; each: {rows} x {tokens_of_row} tokens, {gradient_accumulation_steps} times "
@@ -163,7 +173,7 @@ def _print(answer: Mapping[str, Any], needed: float, limit: float) -> None:
         _print_table(answer)
     if answer["fits"]:
         print(f"fits in {limit:.4g} GB")
-    elif needed <= limit:
+    elif answer["needed"] <= limit:
         print(f"may not fit in {limit:.4g} GB: less than {MARGIN:.0%} would be left")
     else:
         print(f"does not fit in {limit:.4g} GB")

@@ -19,6 +19,14 @@ from hf_fsdp_recipes.training.arguments import Arguments, parse_arguments
 from hf_fsdp_recipes.upstream.accelerate_internals import prepare_multi_gpu_env
 
 GPUS_OF_NODE = 8  # if a job of several nodes does not say it
+# Options that change the memory of a step, but that the plan does not know.
+NOT_COUNTED = ("use_liger_kernel", "activation_offloading", "torch_compile", "auto_find_batch_size")
+NOT_COUNTED_BY_LAUNCHER = (
+    "fsdp_activation_checkpointing_offload",
+    "parallelism_config_cp_size",
+    "parallelism_config_sp_size",
+    "parallelism_config_tp_size",
+)
 
 
 class Request(NamedTuple):
@@ -97,21 +105,13 @@ class Job(NamedTuple):
     def not_counted(self) -> list[str]:
         """Names of options that are set and change the memory, but that the plan does not know."""
         training = self.arguments.training
+        names = [name for name in NOT_COUNTED if getattr(training, name)]
         checkpointing: Any = training.gradient_checkpointing_kwargs or {}
-        unknown = {
-            "use_liger_kernel": training.use_liger_kernel,
-            "activation_offloading": training.activation_offloading,
-            "gradient_checkpointing_kwargs: offload": checkpointing.get("offload"),
-            "torch_compile": training.torch_compile,
-            "auto_find_batch_size": training.auto_find_batch_size,
-        }
-        names = [name for name, is_set in unknown.items() if is_set]
-        if self.environment.get("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD") == "true":
-            names.append("fsdp_activation_checkpointing_offload")
-        for kind in ("cp", "sp", "tp"):
-            size = self.environment.get(f"PARALLELISM_CONFIG_{kind.upper()}_SIZE", "1")
-            if size != "1":
-                names.append(f"parallelism_config_{kind}_size")
+        if checkpointing.get("offload"):
+            names.append("gradient_checkpointing_kwargs: offload")
+        for option in NOT_COUNTED_BY_LAUNCHER:
+            if self.environment.get(option.upper(), "1") not in ("1", "false"):
+                names.append(option)
         return names
 
 

@@ -77,10 +77,15 @@ class Step(NamedTuple):
         """Return the peak with an allowance for what is assumed."""
         if job.on_cpu:
             return self.peak | {"Python and its libraries (assumed)": PROCESS_BYTES}
-        temporary = sum(self.peak.values()) - self.resident
+        temporary = self.total - self.resident
         return self.peak | {
             "context, NCCL, fragmentation (assumed)": allowance(temporary, job.num_ranks)
         }
+
+    @property
+    def total(self) -> float:
+        """What it needs at the peak, without what is assumed."""
+        return sum(self.peak.values())
 
     @property
     def resident(self) -> float:
@@ -261,8 +266,8 @@ def _optimizer_bytes(model: nn.Module, job: Job) -> tuple[dict[str, float], dict
     weights = sum(_local(parameter).nbytes for parameter in model.parameters())
     num_states = next((number for part, number in NUM_STATES.items() if part in optimizer), 2)
     state = num_states * trained
-    resident = {OPTIMIZER: state}
-    host = {}
+    resident: dict[str, float] = {OPTIMIZER: state}
+    host: dict[str, float] = {}
     if job.is_offloaded:
         resident[OPTIMIZER] = 0
         host["offloaded parameters, gradients and optimizer state"] = weights + trained + state

@@ -9,9 +9,6 @@ import logging
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
-from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -37,32 +34,41 @@ class Estimate:
     """
 
     def __init__(self, job: Job) -> None:
-        self._rows = [job.shape[0] * factor for factor in (1, 2, 3)]
+        rows = job.shape[0]
+        self._rows = [rows, 2 * rows, 3 * rows]
         self._ranks = [job.num_ranks]
+        single = []
         if not job.has_fixed_ranks:
             several = job.num_ranks if job.num_ranks > 1 else GPUS_OF_NODE
-            self._ranks = [several, 2 if several > GPUS_OF_NODE else max(NUMS_RANKS)]
-        self._corners = [(rows, self._ranks[0]) for rows in self._rows]
-        self._corners += [(self._rows[0], ranks) for ranks in self._ranks[1:]]
-        # A single rank gathers nothing, so its step has other operations.
-        single = [] if job.has_fixed_ranks else [(self._rows[0], 1)]
-        self.to_measure = [*self._corners, *single]
+            far = 2 if several > GPUS_OF_NODE else max(NUMS_RANKS)
+            self._ranks = [several, far]
+            # A single rank gathers nothing, so its step has other operations.
+            single = [(rows, 1)]
+        self._points = []
+        for num_rows in self._rows:
+            self._points.append((num_rows, self._ranks[0]))
+        for num_ranks in self._ranks[1:]:
+            self._points.append((rows, num_ranks))
+        self.to_measure = self._points + single
 
     def fit(self, steps: Steps) -> None:
         """Take over the measured steps."""
-        self._steps = [steps[corner] for corner in self._corners]
-        self._timelines = _align([step.timeline for step in self._steps])
+        measured = [steps[point] for point in self._points]
+        self._timelines = _align([step.timeline for step in measured])
+        self._resident = [step.resident for step in measured]
+        self._host = [sum(step.host.values()) for step in measured]
+        self._loading = measured[0].loading
         self._extra_of_single = 0.0
-        single = steps.get((self._rows[0], 1))
-        if single is not None:
-            self._extra_of_single = sum(single.peak.values()) - self._peak(self._rows[0], 1)
+        single = (self._rows[0], 1)
+        if single in steps:
+            self._extra_of_single = steps[single].total - self._peak(*single)
 
     def total(self, num_rows: int, num_ranks: int) -> float:
         """Return the bytes that a rank needs at the peak of a step."""
         peak = self._peak(num_rows, num_ranks)
         if num_ranks == 1:
             peak += self._extra_of_single
-        resident = self._weigh([step.resident for step in self._steps], num_rows, num_ranks)
+        resident = float(self._weights(num_rows, num_ranks) @ self._resident)
         return peak + allowance(peak - resident, num_ranks)
 
     def largest_batch(self, limit_bytes: float, num_ranks: int) -> int:
@@ -75,26 +81,33 @@ class Estimate:
 
     def host(self, num_ranks: int) -> float:
         """Return the bytes of host memory that a node needs."""
-        host = [sum(step.host.values()) for step in self._steps]
-        of_rank = self._weigh(host, self._rows[0], num_ranks)
-        return min(num_ranks, GPUS_OF_NODE) * of_rank + self._steps[0].loading
+        of_rank = float(self._weights(self._rows[0], num_ranks) @ self._host)
+        return min(num_ranks, GPUS_OF_NODE) * of_rank + self._loading
 
     def _peak(self, num_rows: int, num_ranks: int) -> float:
-        return float(np.max(self._weigh(self._timelines, num_rows, num_ranks)))
+        return float(np.max(self._weights(num_rows, num_ranks) @ self._timelines))
 
-    def _weigh(self, values: Sequence, num_rows: int, num_ranks: int) -> Any:
-        """Return the polynomial's value. `values` has one for each corner."""
-        by_rows = _lagrange(self._rows, num_rows)
-        by_ranks = _lagrange([1 / ranks for ranks in self._ranks], 1 / num_ranks)
-        return [by_rows[0] + by_ranks[0] - 1, *by_rows[1:], *by_ranks[1:]] @ np.array(values)
+    def _weights(self, num_rows: int, num_ranks: int) -> np.ndarray:
+        """Return the weight of each point in the value of a polynomial."""
+        shares = [1 / ranks for ranks in self._ranks]
+        first_by_rows, *by_rows = _lagrange(self._rows, num_rows)
+        first_by_ranks, *by_ranks = _lagrange(shares, 1 / num_ranks)
+        first = first_by_rows + first_by_ranks - 1
+        return np.array([first, *by_rows, *by_ranks])
 
 
 def _lagrange(points: Sequence[float], x: float) -> list[float]:
     """Return the weights with which values at the points give the value at x."""
-    return [
-        prod((x - other) / (point - other) for other in points if other != point)
-        for point in points
-    ]
+    weights = []
+    for point in points:
+        weight = 1.0
+        for other in points:
+            if other == point:
+                continue
+            weight *= x - other
+            weight /= point - other
+        weights.append(weight)
+    return weights
 
 
 def _align(timelines: Sequence[list[list[float]]]) -> np.ndarray:
@@ -102,11 +115,15 @@ def _align(timelines: Sequence[list[list[float]]]) -> np.ndarray:
 
     A stretch whose number of operations depends on the batch counts with its peak.
     """
-    columns = []
+    aligned = []
     for stretches in zip(*timelines, strict=True):
-        lengths = {len(stretch) for stretch in stretches}
-        columns.append(stretches if len(lengths) == 1 else [[max(each)] for each in stretches])
-    return np.array([list(chain(*row)) for row in zip(*columns, strict=True)])
+        lengths = set(map(len, stretches))
+        if len(lengths) == 1:
+            aligned.append(np.array(stretches))
+        else:
+            peaks = [[max(stretch)] for stretch in stretches]
+            aligned.append(np.array(peaks))
+    return np.concatenate(aligned, axis=1)
 
 
 def make_table(job: Job, estimate: Estimate, limits: Mapping[float, float]) -> Iterator[dict]:
@@ -117,14 +134,16 @@ def make_table(job: Job, estimate: Estimate, limits: Mapping[float, float]) -> I
         estimate: of it, fitted.
         limits: {size of a GPU: how much of it may be used}
     """
-    numbers = {job.num_ranks} if job.has_fixed_ranks else {*NUMS_RANKS, job.num_ranks}
+    numbers = {job.num_ranks}
+    if not job.has_fixed_ranks:
+        numbers.update(NUMS_RANKS)
     for num_ranks in sorted(numbers):
+        largest = {}
+        for size, limit in limits.items():
+            largest[size] = estimate.largest_batch(limit * 1e9, num_ranks)
         yield {
             "ranks": num_ranks,
-            "largest_batch": {
-                size: estimate.largest_batch(limit * 1e9, num_ranks)
-                for size, limit in limits.items()
-            },
+            "largest_batch": largest,
             "gigabytes": estimate.total(job.shape[0], num_ranks) / 1e9,
             "host_gigabytes": estimate.host(num_ranks) / 1e9,
         }
