@@ -66,8 +66,9 @@ def plan(
     request = Request(config, accelerate_config, context.args)
     warnings.simplefilter("ignore", FutureWarning)
     job = request.read()
+    host_left = available_host_bytes() / 1e9
     if job.on_cpu:
-        limit = available_host_bytes() / 1e9
+        limit = host_left
     with explained(
         ToolError, "plan needs what an installed version lacks (tested: TRL 1.16 with torch 2.13)"
     ):
@@ -80,7 +81,7 @@ def plan(
     if as_json:
         print(json.dumps(answer, indent=1))
     else:
-        _print(answer, limit)
+        _print(answer, limit, host_left)
     if not answer["fits"]:
         raise Exit(1)
 
@@ -155,7 +156,7 @@ def _compare(gigabytes: float, changed: Sequence[float | None]) -> list[dict[str
     ]
 
 
-def _print(answer: Mapping[str, Any], limit: float) -> None:
+def _print(answer: Mapping[str, Any], limit: float, host_left: float) -> None:
     """Print the answer for a person."""
     print(
         "{ranks} ranks; each: {rows} x {tokens_of_row} tokens, {gradient_accumulation_steps} times "
@@ -164,7 +165,8 @@ def _print(answer: Mapping[str, Any], limit: float) -> None:
     _print_sizes(answer["peak_gigabytes"])
     print(
         "{gigabytes:9.2f} GB  in total; {gigabytes_between_steps:.2f} GB between steps\n"
-        "host memory of a node with {ranks_of_node} ranks, besides Python:".format_map(answer)
+        "host memory of a node with {ranks_of_node} ranks, besides Python ".format_map(answer)
+        + f"(this machine has {host_left:.0f} GB left):"
     )
     _print_sizes(answer["host_gigabytes"])
     if answer["not_counted"]:

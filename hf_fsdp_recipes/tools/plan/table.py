@@ -39,8 +39,12 @@ class Estimate:
         self._ranks = [job.num_ranks]
         single = []
         if not job.has_fixed_ranks:
-            several = job.num_ranks if job.num_ranks > 1 else GPUS_OF_NODE
-            far = 2 if several > GPUS_OF_NODE else max(NUMS_RANKS)
+            several = job.num_ranks
+            if several == 1:
+                several = GPUS_OF_NODE
+            far = max(NUMS_RANKS)
+            if several > GPUS_OF_NODE:
+                far = 2
             self._ranks = [several, far]
             # A single rank gathers nothing, so its step has other operations.
             single = [(rows, 1)]
@@ -141,11 +145,13 @@ def make_table(job: Job, estimate: Estimate, limits: Mapping[float, float]) -> I
         largest = {}
         for size, limit in limits.items():
             largest[size] = estimate.largest_batch(limit * 1e9, num_ranks)
+        needed = estimate.total(job.shape[0], num_ranks)
+        host = estimate.host(num_ranks)
         yield {
             "ranks": num_ranks,
             "largest_batch": largest,
-            "gigabytes": estimate.total(job.shape[0], num_ranks) / 1e9,
-            "host_gigabytes": estimate.host(num_ranks) / 1e9,
+            "gigabytes": needed / 1e9,
+            "host_gigabytes": host / 1e9,
         }
 
 
