@@ -137,7 +137,7 @@ def _load(arguments: Arguments) -> DatasetDict | IterableDatasetDict:
     if path.is_file():
         raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
     if path.is_dir() or name.startswith((".", "/", "~")):
-        return load_dataset(str(path.absolute()), streaming=streaming)
+        name = str(path.absolute())
     return load_dataset(name, script.dataset_config, streaming=streaming)
 
 

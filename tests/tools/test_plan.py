@@ -341,6 +341,7 @@ def test_cpu_ranks_need_the_memory_of_this_machine(model):
         (["--accelerate_config", "full_shard", "--fsdp_version", "1"], "fsdp_version: 2"),
         (["--accelerate_config", "full_shard", "--gpu_memory", "80 apples"], "80 apples"),
         (["--accelerate_config", "full_shard", "--learning_rat", "1"], "learning_rat"),
+        (["--accelerate_config", "full_shard", "--config_overrides", "x=1"], "x=1"),
         (["--accelerate_config", "hybrid_shard", "--num_processes", "7"], "7 ranks"),
         (["--accelerate_config", "full_shard", "--load_in_4bit", "true"], "use_peft"),
         (

@@ -147,11 +147,18 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
 
 
 def read_config(job: Job) -> PreTrainedConfig:
-    """Return the config of the job's model, with the recipe's overrides."""
+    """Return the config of the job's model, with the recipe's overrides.
+
+    Raises a ToolError if the job names no model, or if the config cannot be read or changed.
+    """
     recipe = job.arguments.recipe
-    config = find_config(recipe.config_name or str(job.arguments.model.model_name_or_path))
+    name = recipe.config_name or job.arguments.model.model_name_or_path
+    if not name:
+        raise ToolError("no model is named. Set model_name_or_path, or config_name for a new one.")
+    config = find_config(name)
     if recipe.config_overrides:
-        config.update_from_string(recipe.config_overrides)
+        with explained(ToolError, f"config_overrides: {recipe.config_overrides} cannot be used"):
+            config.update_from_string(recipe.config_overrides)
     return config
 
 
