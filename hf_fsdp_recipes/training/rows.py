@@ -9,7 +9,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    IterableDatasetDict,
+    get_dataset_config_names,
+    load_dataset,
+)
 
 from hf_fsdp_recipes.errors import RecipeError, describe
 from hf_fsdp_recipes.training.arguments import Arguments
@@ -138,6 +145,9 @@ def _load(arguments: Arguments) -> DatasetDict | IterableDatasetDict:
         raise RecipeError(f"a file has to end in one of {', '.join(BUILDERS)}.")
     if path.is_dir() or name.startswith((".", "/", "~")):
         name = str(path.absolute())
+        if get_dataset_config_names(name) == ["default"]:
+            # The folder defines no configs. That of the recipe is meant for the recipe's dataset.
+            script.dataset_config = None
     return load_dataset(name, script.dataset_config, streaming=streaming)
 
 

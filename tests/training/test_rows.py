@@ -91,6 +91,22 @@ def test_a_file_or_folder_is_a_dataset(name, tmp_path):
     assert (evaluation is None) == (name != "folder")
 
 
+def test_a_folder_with_configs_is_read_with_the_one_that_is_named(tmp_path):
+    config = "- {config_name: %s, data_files: %s.jsonl}\n"
+    names = ("one", "two")
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n" + "".join(config % (name, name) for name in names) + "---\n"
+    )
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    arguments = _arguments(tmp_path)
+    with pytest.raises(RecipeError, match="of another dataset"):
+        read_rows(arguments)
+    arguments.script.dataset_config = "two"
+    rows, _ = read_rows(arguments)
+    assert rows["text"] == ["two"]
+
+
 def test_rows_are_held_out_if_there_is_no_test_split(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(20)))
