@@ -90,6 +90,10 @@ class Job(NamedTuple):
             training.packing and training.packing_strategy.startswith("bfd")
         )
 
+    def is_padded(self, num_rows: int) -> bool:
+        """Whether batches of so many rows are padded."""
+        return num_rows > 1 and not (self.arguments.training.packing or self.is_joined)
+
     @property
     def shape(self) -> tuple[int, int]:
         """(rows of a micro-batch, tokens that a rank has of a row).

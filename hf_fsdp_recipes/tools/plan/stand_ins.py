@@ -65,7 +65,7 @@ def pack_linears(model: PreTrainedModel, dtype: torch.dtype, is_nested: bool) ->
 def replacements(job: Job) -> Iterator[tuple]:
     """Generate (module, name, replacement) of functions that differ on a GPU or on fake tensors."""
     is_flash = "flash" in str(job.arguments.model.attn_implementation)
-    is_padded = job.shape[0] > 1 and not job.arguments.training.packing
+    is_padded = job.is_padded(job.shape[0])
     # SDPA needs a mask for padded rows, for packed rows and for sliding windows.
     has_mask = not is_flash and (job.is_joined or is_padded)
 

@@ -34,7 +34,11 @@ class Estimate:
     """
 
     def __init__(self, job: Job) -> None:
+        self._own = (job.shape[0], job.num_ranks)
         rows = job.shape[0]
+        if job.is_padded(2):
+            # A single row needs no mask, so its step has other operations.
+            rows = max(rows, 2)
         self._rows = [rows, 2 * rows, 3 * rows]
         self._ranks = [job.num_ranks]
         single = []
@@ -53,7 +57,7 @@ class Estimate:
             self._points.append((num_rows, self._ranks[0]))
         for num_ranks in self._ranks[1:]:
             self._points.append((rows, num_ranks))
-        self.to_measure = self._points + single
+        self.to_measure = list(dict.fromkeys([self._own, *self._points, *single]))
 
     def fit(self, steps: Steps) -> None:
         """Take over the measured steps."""
@@ -62,16 +66,17 @@ class Estimate:
         self._resident = [step.resident for step in measured]
         self._host = [sum(step.host.values()) for step in measured]
         self._loading = measured[0].loading
-        self._extra_of_single = 0.0
-        single = (self._rows[0], 1)
-        if single in steps:
-            self._extra_of_single = steps[single].total - self._peak(*single)
+        self._extra_of_one_rank = 0.0
+        self._extra_of_one_row = 0.0
+        one_rank = (self._rows[0], 1)
+        if one_rank in steps:
+            self._extra_of_one_rank = steps[one_rank].total - self._peak(*one_rank)
+        if self._own[0] == 1:
+            self._extra_of_one_row = steps[self._own].total - self._peak(*self._own)
 
     def total(self, num_rows: int, num_ranks: int) -> float:
         """Return the bytes that a rank needs at the peak of a step."""
         peak = self._peak(num_rows, num_ranks)
-        if num_ranks == 1:
-            peak += self._extra_of_single
         resident = float(self._weights(num_rows, num_ranks) @ self._resident)
         return peak + allowance(peak - resident, num_ranks)
 
@@ -89,7 +94,12 @@ class Estimate:
         return min(num_ranks, GPUS_OF_NODE) * of_rank + self._loading
 
     def _peak(self, num_rows: int, num_ranks: int) -> float:
-        return float(np.max(self._weights(num_rows, num_ranks) @ self._timelines))
+        peak = float(np.max(self._weights(num_rows, num_ranks) @ self._timelines))
+        if num_ranks == 1:
+            peak += self._extra_of_one_rank
+        if num_rows == 1:
+            peak += self._extra_of_one_row
+        return peak
 
     def _weights(self, num_rows: int, num_ranks: int) -> np.ndarray:
         """Return the weight of each point in the value of a polynomial."""
