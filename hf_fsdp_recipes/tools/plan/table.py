@@ -94,7 +94,8 @@ class Estimate:
         return min(num_ranks, GPUS_OF_NODE) * of_rank + self._loading
 
     def _peak(self, num_rows: int, num_ranks: int) -> float:
-        peak = float(np.max(self._weights(num_rows, num_ranks) @ self._timelines))
+        timeline = self._weights(num_rows, num_ranks) @ self._timelines
+        peak = float(timeline.max())
         if num_ranks == 1:
             peak += self._extra_of_one_rank
         if num_rows == 1:
