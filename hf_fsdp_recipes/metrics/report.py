@@ -173,8 +173,9 @@ def draw(entries: Entries) -> "Figure":
 
 
 def style(axes: "Axes", title: str, x_label: str) -> None:
-    """Set a panel's title, x label and grid. Let its y axis start at 0."""
+    """Set a panel's title, x label and grid. Let its y axis begin at 0, or at the lowest value."""
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(x_label)
-    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+    top = axes.get_ylim()[1]
+    axes.set_ylim(min(0, axes.dataLim.y0), top + 0.1 * abs(top))
     axes.grid(alpha=0.3)

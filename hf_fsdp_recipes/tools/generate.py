@@ -79,7 +79,7 @@ def _load(model: Path, base_model: str | None = None) -> Any:
     from transformers import logging, pipeline
 
     # The pipeline would warn of image-text classes, which generate from text alone, too.
-    logging.set_verbosity(logging.CRITICAL)
+    logging.get_logger("transformers.pipelines.base").setLevel(logging.CRITICAL)
     logging.disable_progress_bar()
     # An adapter's tokenizer can have another chat template than that of its base model.
     has_tokenizer = (model / "tokenizer_config.json").exists()
@@ -97,13 +97,10 @@ def _load(model: Path, base_model: str | None = None) -> Any:
 
 def _answer(generator: Any, prompt: Any, stops: Sequence[str] = (), **options: Any) -> str:
     """Return the continuation of a text, or the next turn of a chat."""
-    ends = list(stops)
+    ends = list(filter(None, stops))
     with explained(ToolError, "generation failed"):
         if not isinstance(prompt, str):
-            # The end of a turn is often missing in the generation_config.json of a base model.
-            turns = [*prompt, {"role": "assistant", "content": "ANSWER"}]
-            chat = generator.tokenizer.apply_chat_template(turns, tokenize=False)
-            ends += chat.rpartition("ANSWER")[2].split()[:1]
+            ends += _find_end_of_turn(generator.tokenizer, prompt)
         [output] = generator(
             prompt,
             stop_strings=ends or None,
@@ -115,3 +112,16 @@ def _answer(generator: Any, prompt: Any, stops: Sequence[str] = (), **options: A
     for end in ends:
         text = text.partition(end)[0]
     return text.strip()
+
+
+def _find_end_of_turn(tokenizer: Any, turns: Sequence[dict]) -> list[str]:
+    """Return what a chat template writes after an answer; of special tokens, only the first.
+
+    The generation_config.json of a base model often lacks it.
+    """
+    answered = [*turns, {"role": "assistant", "content": "ANSWER"}]
+    chat = tokenizer.apply_chat_template(answered, tokenize=False)
+    ending = chat.rpartition("ANSWER")[2].strip()
+    for token in tokenizer.tokenize(ending)[:1]:
+        return [token] if token in tokenizer.get_added_vocab() else [ending]
+    return []

@@ -80,15 +80,25 @@ def read_launch(template: Path, arguments: Sequence[str]) -> Namespace:
     """Return the values with which `accelerate launch` starts the script.
 
     A template's value counts where the arguments have none. `nproc_per_node`, the number of ranks
-    on this node, is added. Raises a ToolError if `accelerate launch` refuses any of them.
+    on this node, is added. Raises a ToolError if `accelerate launch` refuses any of them, or would
+    start fewer ranks.
     """
     from hf_fsdp_recipes.upstream.accelerate_internals import validate_launch_command
 
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it logs notes about launching
     with explained(ToolError, REFUSED.format(template)):
         launch = validate_launch_command(parse_launch(template, arguments))[0]
-        launch.nproc_per_node = launch.num_processes // launch.num_machines
-        return launch
+    ranks = launch.num_processes
+    nodes = launch.num_machines
+    if ranks < 1 or ranks % nodes:
+        raise ToolError(f"num_processes is {ranks}. Set it to a multiple of num_machines, {nodes}.")
+    if ranks > 1 and (launch.cpu or not (launch.use_fsdp or launch.multi_gpu)):
+        raise ToolError(
+            f"with {template}, accelerate launch would start 1 rank instead of {ranks}. Set "
+            "distributed_type to FSDP or MULTI_GPU."
+        )
+    launch.nproc_per_node = ranks // nodes
+    return launch
 
 
 def is_on_cpu(launch: Namespace) -> bool:

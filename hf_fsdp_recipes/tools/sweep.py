@@ -84,8 +84,17 @@ def sweep(
     The other arguments are those of `hf-fsdp sft`. Without recipes, only the table and plots of
     earlier runs are written.
     """
+    given = (config, accelerate_config, num_processes)
+    if any(given) and not all(given):
+        raise ToolError(
+            "a case needs --config, --accelerate_config and --num_processes. Without all three, "
+            "the table of earlier runs is written."
+        )
     recipes = [find_file("recipe", name) for name in config]
     templates = [find_file("template", name) for name in accelerate_config]
+    for files in (recipes, templates):
+        if len({file.stem for file in files}) < len(files):
+            raise ToolError("two files have the same name, which names their cases. Rename one.")
     for recipe, template, ranks in product(recipes, templates, num_processes):
         case = output_dir / recipe.stem / f"{template.stem}_{ranks}ranks"
         case.mkdir(parents=True, exist_ok=True)

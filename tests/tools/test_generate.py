@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 from typer.testing import CliRunner
 
 from hf_fsdp_recipes import cli
@@ -110,3 +110,17 @@ def test_an_adapter_finds_its_base_model_elsewhere_and_uses_its_own_tokenizer(ch
         tokenizer.chat_template = None
         tokenizer.save_pretrained(adapter)
         run(*words, "--base-model", moved, "--chat")
+
+
+def test_weights_that_a_model_lacks_are_named(chatting, tmp_path, caplog):
+    model = AutoModelForCausalLM.from_pretrained(chatting)
+    weights = model.state_dict()
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    model.save_pretrained(tmp_path, state_dict=weights)
+    AutoTokenizer.from_pretrained(chatting).save_pretrained(tmp_path)
+    logging.set_verbosity_warning()  # the default outside of tests
+    logging.enable_propagation()
+    complete(tmp_path, ["The big fox"], max_new_tokens=1)
+    logging.disable_propagation()
+    logging.set_verbosity_error()
+    assert "up_proj" in caplog.text

@@ -227,12 +227,29 @@ def test_only_the_newest_start_of_a_case_counts(tmp_path):
 
 
 def test_a_sweep_without_cases_is_refused(app, tmp_path):
-    for options in ((), ("--accelerate_config", FULL, "--num_processes", 1)):
-        with pytest.raises(ToolError, match="holds no case"):
-            invoke(app, "--output_dir", tmp_path, *options)
+    with pytest.raises(ToolError, match="holds no case"):
+        invoke(app, "--output_dir", tmp_path)
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--config a/r.yaml --num_processes 2", "a case needs"),
+        ("--config a/r.yaml --config b/r.yaml --accelerate_config cpu --num_processes 2", "same"),
+    ],
+)
+def test_cases_that_are_incomplete_or_would_share_a_directory_are_refused(
+    arguments, says, app, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "r.yaml").write_text("output_dir: runs\n")
+    with pytest.raises(ToolError, match=says):
+        invoke(app, "--output_dir", "out", *arguments.split())
+
+
 def test_no_rank_survives_a_run_that_is_stopped_and_no_earlier_output(tmp_path):
     before = psutil.Process().children(recursive=True)  # other tests' fork server, for example
     members = []
