@@ -117,7 +117,8 @@ def calculate(file: Path, num_devices: int, device: str) -> Facts:
         rows.number,
         name_tokens(tokens),
         steps,
-        count_every(steps, "steps", training.logging_steps, training),
+        # Unlike a save, a loss is not due after the last step.
+        math.floor(steps / steps_between(steps, training.logging_steps)),
         count_every(steps, training.save_strategy, training.save_steps, training),
         time,
     )
@@ -169,12 +170,17 @@ def count(job: Any, rows: Rows) -> tuple[int, float]:
 
 
 def count_every(steps: int, strategy: str, every: float, training: Any) -> int:
-    """Return how often a run of `steps` steps saves or logs, after its last step included."""
+    """Return how often a run of `steps` steps saves, after its last step included."""
     if strategy == "no":
         return 0
     if strategy == "epoch":
         return math.ceil(training.num_train_epochs)
-    return math.ceil(steps / (every if every >= 1 else math.ceil(steps * every)))
+    return math.ceil(steps / steps_between(steps, every))
+
+
+def steps_between(steps: int, every: float) -> float:
+    """Return the steps from one event to the next. Below 1, `every` is a fraction of all steps."""
+    return every if every >= 1 else math.ceil(steps * every)
 
 
 def count_seconds(job: Any, tokens: float, rows: Rows, device: str) -> float:

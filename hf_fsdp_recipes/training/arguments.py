@@ -5,7 +5,7 @@ They come from a YAML file and the command line.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -72,6 +72,7 @@ class Arguments:
     model: "ModelConfig"
     mixture: "DatasetMixtureConfig"
     recipe: RecipeArguments
+    given: Collection[str] = ()  # names of those that the recipe or the command line sets
 
     @property
     def is_streamed(self) -> bool:
@@ -90,9 +91,10 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
     recipe: Settings = {}
     if "--config" in words[:-1]:
         recipe = read_recipe(Path(words[words.index("--config") + 1]))
-    names = [match[1] for match in map(OPTION.match, words) if match]
-    for name in map(str, [*recipe, *names]):
-        if name.replace("-", "_") not in {*actions, "config", "env"}:
+    names = [match[1].replace("-", "_") for match in map(OPTION.match, words) if match]
+    given = [*map(str, recipe), *names]
+    for name in given:
+        if name not in {*actions, "config", "env"}:
             close = " or ".join(get_close_matches(name, actions, 2))
             ending = f"; did you mean {close}?" if close else "."
             raise RecipeError(f"{name} is not an argument{ending}")
@@ -106,7 +108,9 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
         and (isinstance(value, str) or actions[name].choices or actions[name].type in (int, float))
     ]
     with explained(RecipeError, "an argument is refused"):  # by the classes' own checks
-        return Arguments(*parser.parse_args_and_config([*options, *words]))
+        arguments = Arguments(*parser.parse_args_and_config([*options, *words]))
+    arguments.given = given
+    return arguments
 
 
 def _build_parser() -> "TrlParser":

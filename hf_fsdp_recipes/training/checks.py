@@ -29,13 +29,7 @@ def check_arguments(arguments: Arguments) -> None:
     checks on its own and gets the same result.
     """
     training = arguments.training
-    mistakes = [
-        *_check_model_and_rows(arguments),
-        *_check_training(training),
-        *_check_launch(training),
-    ]
-    if mistakes:
-        raise RecipeError(" ".join(mistakes))
+    raise_mistakes(arguments)
     dtype = str(arguments.model.dtype)
     keeps_masters = is_fsdp_requested() and (training.bf16 or training.fp16)
     if dtype in ("bfloat16", "float16") and not arguments.model.use_peft and not keeps_masters:
@@ -43,6 +37,17 @@ def check_arguments(arguments: Arguments) -> None:
             f"note: the weights are trained in {dtype}, without float32 master weights, so small "
             "updates are lost."
         )
+
+
+def raise_mistakes(arguments: Arguments) -> None:
+    """Raise a RecipeError that lists everything wrong with a recipe."""
+    mistakes = [
+        *_check_model_and_rows(arguments),
+        *_check_training(arguments.training),
+        *_check_launch(arguments.training),
+    ]
+    if mistakes:
+        raise RecipeError(" ".join(mistakes))
 
 
 def _check_model_and_rows(arguments: Arguments) -> Iterator[str]:
@@ -62,26 +67,31 @@ def _check_model_and_rows(arguments: Arguments) -> Iterator[str]:
         yield f"validation_split_percentage is {percentage}. Set it to at least 0, below 100."
     if percentage and arguments.is_streamed:
         yield "A stream cannot be split. Remove validation_split_percentage."
-    changed = [
+    lora = [
         field.name
         for field in fields(model)
         # The name or the help of each field that only LoRA uses says so.
-        if "lora" in str(field).lower() and getattr(model, field.name) != field.default
+        if "lora" in str(field).lower()
+        and field.name in arguments.given
+        and getattr(model, field.name) not in (None, False)
     ]
-    changed += ["merge_adapter"] * recipe.merge_adapter
-    if changed and not model.use_peft:
-        yield f"Set use_peft: true for {', '.join(changed)}. Without it, all weights are trained."
+    lora += ["merge_adapter"] * recipe.merge_adapter
+    if lora and not model.use_peft:
+        yield f"Set use_peft: true for {', '.join(lora)}. Without it, all weights are trained."
+    quantized = [name for name in arguments.given if "bnb" in name]
+    if quantized and not model.load_in_4bit:
+        yield f"{', '.join(quantized)} needs load_in_4bit: true."
+    if model.load_in_8bit:
+        yield "load_in_8bit is not supported. Set load_in_4bit: true."
 
 
 def _check_training(training: "SFTConfig") -> Iterator[str]:
     length = training.max_length
     if not training.output_dir:
         yield "output_dir is empty. Name a directory for checkpoints and the export."
-    if training.gradient_accumulation_steps < 1:
-        yield (
-            f"gradient_accumulation_steps is {training.gradient_accumulation_steps}. "
-            "Set it to at least 1."
-        )
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if getattr(training, name) < 1:
+            yield f"{name} is {getattr(training, name)}. Set it to at least 1."
     if length is not None and length < 2:
         yield f"max_length is {length}. Set it to at least 2, a token and the next one."
     if training.max_steps == 0:

@@ -39,7 +39,7 @@ LORA = "--use_peft true --lora_target_modules all-linear --lora_r 4 --dtype bflo
 
 
 def job_of(options="", template="full_shard"):
-    common = "--per_device_train_batch_size 1 --max_length 128 --gradient_accumulation_steps 1"
+    common = "--model_name_or_path unread --per_device_train_batch_size 1 --max_length 128"
     return read_job(None, template, shlex.split(f"{common} {options}"))
 
 
@@ -232,7 +232,11 @@ def test_host_memory_has_offloaded_state_and_the_copy_of_a_checkpoint():
     assert host("--save_strategy no") == 0
     assert host("--save_strategy no", "offload") == pytest.approx(4, rel=0.01)
     assert host("", "offload") == pytest.approx(7, rel=0.01)
-    assert host("--save_strategy no --optim paged_adamw_32bit") == pytest.approx(2, rel=0.01)
+    paged = "--save_strategy no --optim paged_adamw_32bit"
+    assert host(paged) == pytest.approx(2, rel=0.01)
+    # bitsandbytes keeps the state in float32.
+    assert host(f"{paged} --mixed_precision no --dtype bfloat16") == pytest.approx(2, rel=0.01)
+    assert host("--save_strategy no --model_name_or_path= --config_name x") == pytest.approx(8)
 
 
 def test_fewer_checkpointed_layers_take_more_memory():
@@ -263,6 +267,7 @@ def test_context_parallel_ranks_share_a_row():
         "--activation_offloading true",
         "--torch_compile true",
         "--auto_find_batch_size true",
+        "--label_smoothing_factor 0.1",
         """--gradient_checkpointing_kwargs '{"offload": true}'""",
         "--fsdp_activation_checkpointing true --fsdp_activation_checkpointing_offload true "
         "--gradient_checkpointing false",
@@ -349,7 +354,13 @@ def test_cpu_ranks_need_the_memory_of_this_machine(model):
         (["--accelerate_config", "full_shard", "--gpu_memory", "80 apples"], "80 apples"),
         (["--accelerate_config", "full_shard", "--learning_rat", "1"], "learning_rat"),
         (["--accelerate_config", "full_shard", "--config_overrides", "x=1"], "x=1"),
-        (["--accelerate_config", "hybrid_shard", "--num_processes", "7"], "7 ranks"),
+        (["--accelerate_config", "hybrid_shard", "--num_processes", "8"], "8 ranks"),
+        (["--accelerate_config", "hybrid_shard", "--num_processes", "7"], "multiple"),
+        (["--accelerate_config", "full_shard", "--gpu_memory", "-5GB"], "-5GB"),
+        (["--accelerate_config", "full_shard", "--num_processes", "0"], "num_processes is 0"),
+        (["--accelerate_config", "full_shard", "--lora_r", "16"], "lora_r"),
+        (["--accelerate_config", "full_shard", "--optim", "adamw_8bit"], "adamw_8bit"),
+        (["--accelerate_config", "full_shard", "--per_device_train_batch_size", "0"], "size is 0"),
         (["--accelerate_config", "full_shard", "--load_in_4bit", "true"], "use_peft"),
         (
             ["--accelerate_config", "full_shard", "--use_peft", "--lora_target_modules", "nothing"],

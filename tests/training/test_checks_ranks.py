@@ -29,7 +29,10 @@ REFUSED = [
     ({"num_train_epochs": "0"}, {}, "num_train_epochs is 0"),
     ({"validation_split_percentage": "100"}, {}, "validation_split_percentage is 100"),
     (STREAM | {"validation_split_percentage": "4"}, {}, "A stream cannot be split"),
+    ({"per_device_train_batch_size": "0"}, {}, "per_device_train_batch_size is 0"),
     ({"lora_r": "4"}, {}, "use_peft: true for lora_r"),
+    ({"lora_r": "16"}, {}, "use_peft: true for lora_r"),  # the default, but a person has set it
+    ({"bnb_4bit_quant_type": "fp4"}, {}, "bnb_4bit_quant_type needs load_in_4bit"),
     ({"merge_adapter": "true"}, {}, "use_peft: true for merge_adapter"),
     ({}, {"WORLD_SIZE": "2"}, "2 ranks were launched, but Trainer sees 1"),
     ({}, {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, "FULL_STATE_DICT"),

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from multiprocessing.pool import Pool
 from os import cpu_count
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,6 +64,8 @@ def plan(
 
     with explained(ToolError, f"--gpu_memory is {gpu_memory}, not gigabytes, such as 24GB"):
         limit = float(gpu_memory.upper().removesuffix("GB"))
+        if not 0 < limit < inf:
+            raise ValueError("out of range")
     request = Request(config, accelerate_config, context.args)
     warnings.simplefilter("ignore", FutureWarning)
     job = request.read()
@@ -109,7 +112,8 @@ def _answer(pool: Pool, request: "Request", job: "Job", limit: float) -> dict[st
         answer["table"] = list(table.make_table(job, estimate, limits))
     answer["fits"] = answer["needed"] <= limit * (1 - MARGIN)
     if not answer["fits"]:
-        changed = _measure_all(pool, partial(table.measure_change, request), ADVICE)
+        same_ranks = request.change(f"--num_processes={job.num_ranks}")
+        changed = _measure_all(pool, partial(table.measure_change, same_ranks), ADVICE)
         answer["advice"] = _compare(answer["gigabytes"], changed)
     return answer
 

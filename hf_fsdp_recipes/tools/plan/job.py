@@ -16,11 +16,18 @@ from hf_fsdp_recipes.errors import ToolError, explained
 from hf_fsdp_recipes.tools.files import find_file
 from hf_fsdp_recipes.tools.launch import read_launch
 from hf_fsdp_recipes.training.arguments import Arguments, parse_arguments
+from hf_fsdp_recipes.training.checks import raise_mistakes
 from hf_fsdp_recipes.upstream.accelerate_internals import prepare_multi_gpu_env
 
-GPUS_OF_NODE = 8  # if a job of several nodes does not say it
+GPUS_OF_NODE = 8  # unless the job has several nodes
 # Options that change the memory of a step, but that the plan does not know.
-NOT_COUNTED = ("use_liger_kernel", "activation_offloading", "torch_compile", "auto_find_batch_size")
+NOT_COUNTED = (
+    "use_liger_kernel",
+    "activation_offloading",
+    "torch_compile",
+    "auto_find_batch_size",
+    "label_smoothing_factor",
+)
 NOT_COUNTED_BY_LAUNCHER = (
     "fsdp_activation_checkpointing_offload",
     "parallelism_config_cp_size",
@@ -68,11 +75,16 @@ class Job(NamedTuple):
         return self.environment.get("FSDP_OFFLOAD_PARAMS") == "true" and not self.on_cpu
 
     @property
-    def ranks_of_node(self) -> int:
-        """The ranks on a node. If a single node would have many, several nodes are meant."""
+    def gpus_of_node(self) -> int:
+        """The GPUs of a node. A single node with many ranks stands for several."""
         if self.num_nodes > 1:
             return self.num_ranks // self.num_nodes
-        return min(self.num_ranks, GPUS_OF_NODE)
+        return GPUS_OF_NODE
+
+    @property
+    def ranks_of_node(self) -> int:
+        """The ranks on a node."""
+        return min(self.num_ranks, self.gpus_of_node)
 
     @property
     def has_fixed_ranks(self) -> bool:
@@ -141,25 +153,21 @@ def read_job(recipe: str | None, template: str, options: Sequence[str]) -> Job:
     environment["ACCELERATE_USE_CPU"] = "true"
     words = [*launch.training_script_args, "--use_cpu=true"]
     with patch.dict(os.environ, environment):
-        return Job(
-            parse_arguments(words),
-            environment,
-            launch.num_processes,
-            launch.num_machines,
-            launch.use_cpu,
-        )
+        arguments = parse_arguments(words)
+        if not arguments.mixture.datasets:
+            # Unlike `sft`, a plan needs no rows.
+            arguments.script.dataset_name = arguments.script.dataset_name or "rows"
+        raise_mistakes(arguments)
+    return Job(arguments, environment, launch.num_processes, launch.num_machines, launch.use_cpu)
 
 
 def read_config(job: Job) -> PreTrainedConfig:
     """Return the config of the job's model, with the recipe's overrides.
 
-    Raises a ToolError if the job names no model, or if the config cannot be read or changed.
+    Raises a ToolError if the config cannot be read or changed.
     """
     recipe = job.arguments.recipe
-    name = recipe.config_name or job.arguments.model.model_name_or_path
-    if not name:
-        raise ToolError("no model is named. Set model_name_or_path, or config_name for a new one.")
-    config = find_config(name)
+    config = find_config(recipe.config_name or str(job.arguments.model.model_name_or_path))
     if recipe.config_overrides:
         with explained(ToolError, f"config_overrides: {recipe.config_overrides} cannot be used"):
             config.update_from_string(recipe.config_overrides)

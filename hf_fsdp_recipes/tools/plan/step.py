@@ -43,9 +43,9 @@ from hf_fsdp_recipes.upstream.planner_internals import (
     fsdp2_prepare_model,
 )
 
-# {part of the optimizer's name: number of its state tensors for each trained parameter}. The other
-# optimizers have two.
-NUM_STATES = {"sgd": 0, "lion": 1, "rmsprop": 1}
+# {part of the optimizer's name: number of its state tensors for each trained parameter}. The first
+# part that fits counts. The other optimizers have two.
+NUM_STATES = {"8bit": 0.5, "sgd": 0, "lion": 1, "rmsprop": 1}
 # Assumed bytes of a rank on an accelerator: the context with cuBLAS, and NCCL's buffers.
 CONTEXT_BYTES = 0.9e9
 NCCL_BYTES = 0.6e9
@@ -132,15 +132,18 @@ def measure_step(job: Job, config: PreTrainedConfig | None = None) -> Step:
             )
             parallelism.device_mesh = parallelism.build_device_mesh("cpu") or one_replica
             model = _build(config or read_config(job), job)
-            largest = max(parameter.nbytes for parameter in model.parameters())
+            sizes = [parameter.nbytes for parameter in model.parameters()]
             with FakeTensorMode(allow_non_fake_inputs=True):
                 # torch and Accelerate treat fake tensors like real ones.
                 model.to_empty(device="cpu")
                 model.tie_weights()
                 if job.is_sharded:
                     model = _shard(model, parallelism, job)
-                # Rank 0 reads one parameter while it sends another one.
-                return _run(model, job)._replace(loading=2 * largest)
+                step = _run(model, job)
+        if job.arguments.recipe.config_name:
+            step.host["new model, which each rank builds"] = sum(sizes)
+        # Rank 0 reads one parameter while it sends another one.
+        return step._replace(loading=2 * max(sizes))
     finally:
         dist.destroy_process_group()
 
@@ -262,10 +265,13 @@ def _run(model: Any, job: Job) -> Step:
 def _optimizer_bytes(model: nn.Module, job: Job) -> tuple[dict[str, float], dict[str, float]]:
     """Return what a rank has besides the tensors of a step: on the device, and in host memory."""
     optimizer = job.arguments.training.optim
-    trained = sum(_local(parameter).nbytes for parameter in _trained_parameters(model))
+    trained_parameters = _trained_parameters(model)
+    trained = sum(_local(parameter).nbytes for parameter in trained_parameters)
     weights = sum(_local(parameter).nbytes for parameter in model.parameters())
     num_states = next((number for part, number in NUM_STATES.items() if part in optimizer), 2)
     state = num_states * trained
+    if "32bit" in optimizer:
+        state = num_states * 4 * sum(_local(parameter).numel() for parameter in trained_parameters)
     resident: dict[str, float] = {OPTIMIZER: state}
     host: dict[str, float] = {}
     if job.is_offloaded:

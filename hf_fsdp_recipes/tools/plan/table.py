@@ -35,6 +35,7 @@ class Estimate:
 
     def __init__(self, job: Job) -> None:
         self._own = (job.shape[0], job.num_ranks)
+        self._gpus_of_node = job.gpus_of_node
         rows = job.shape[0]
         if job.is_padded(2):
             # A single row needs no mask, so its step has other operations.
@@ -91,7 +92,7 @@ class Estimate:
     def host(self, num_ranks: int) -> float:
         """Return the bytes of host memory that a node needs."""
         of_rank = float(self._weights(self._rows[0], num_ranks) @ self._host)
-        return min(num_ranks, GPUS_OF_NODE) * of_rank + self._loading
+        return min(num_ranks, self._gpus_of_node) * of_rank + self._loading
 
     def _peak(self, num_rows: int, num_ranks: int) -> float:
         timeline = self._weights(num_rows, num_ranks) @ self._timelines
