@@ -113,7 +113,7 @@ def main() -> int:
     nodes = sum(map(num_nodes, package))
     docs = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     rows = [
-        ("syntax nodes", nodes, 54_700),
+        ("syntax nodes", nodes, 55_300),
         ("nodes a line of code", nodes / sum(map(num_code_lines, package)), 8.0),
         ("nodes a line, densest file", max(map(density, package)), 10.0),
         ("longest function", max(map(longest_function, package)), 50),
