@@ -353,7 +353,7 @@ def test_cpu_ranks_need_the_memory_of_this_machine(model):
         (["--accelerate_config", "full_shard", "--fsdp_version", "1"], "fsdp_version: 2"),
         (["--accelerate_config", "full_shard", "--gpu_memory", "80 apples"], "80 apples"),
         (["--accelerate_config", "full_shard", "--learning_rat", "1"], "learning_rat"),
-        (["--accelerate_config", "full_shard", "--config_overrides", "x=1"], "x=1"),
+        (["--accelerate_config", "full_shard", "--config_overrides", "x=1"], "config_name"),
         (["--accelerate_config", "hybrid_shard", "--num_processes", "8"], "8 ranks"),
         (["--accelerate_config", "hybrid_shard", "--num_processes", "7"], "multiple"),
         (["--accelerate_config", "full_shard", "--gpu_memory", "-5GB"], "-5GB"),
