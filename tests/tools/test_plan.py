@@ -175,7 +175,7 @@ def test_each_rank_of_ddp_holds_everything_and_buckets_of_gradients():
     ],
 )
 def test_a_few_steps_tell_what_other_batches_and_ranks_need(options, kind, changes):
-    """Almost exactly for several ranks; for one, up to what it would have gathered."""
+    """Almost exactly for several ranks; for one, with what it would have gathered."""
     base = f"--num_processes 8 {options} --max_length 4096"
     estimate = Estimate(job_of(base))
 
@@ -188,7 +188,7 @@ def test_a_few_steps_tell_what_other_batches_and_ranks_need(options, kind, chang
         step = direct(rows, ranks)
         assumed = allowance(step.total - step.resident, ranks)
         estimated = estimate.total(rows, ranks) - assumed
-        assert estimated == pytest.approx(step.total, rel=0.02)
+        assert estimated == pytest.approx(step.total, rel=0.05 if ranks == 1 else 0.02)
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,10 @@ class Estimate:
         self._gpus_of_node = job.gpus_of_node
         rows = job.shape[0]
         if job.is_padded(2):
-            # A single row needs no mask, so its step has other operations.
+            # The step of a single row has other operations, because it needs no mask.
             rows = max(rows, 2)
         self._rows = [rows, 2 * rows, 3 * rows]
         self._ranks = [job.num_ranks]
-        single = []
         if not job.has_fixed_ranks:
             several = job.num_ranks
             if several == 1:
@@ -51,14 +50,14 @@ class Estimate:
             if several > GPUS_OF_NODE:
                 far = 2
             self._ranks = [several, far]
-            # A single rank gathers nothing, so its step has other operations.
-            single = [(rows, 1)]
         self._points = []
         for num_rows in self._rows:
-            self._points.append((num_rows, self._ranks[0]))
+            point = (num_rows, self._ranks[0])
+            self._points.append(point)
         for num_ranks in self._ranks[1:]:
-            self._points.append((rows, num_ranks))
-        self.to_measure = list(dict.fromkeys([self._own, *self._points, *single]))
+            point = (rows, num_ranks)
+            self._points.append(point)
+        self.to_measure = list(dict.fromkeys([self._own, *self._points]))
 
     def fit(self, steps: Steps) -> None:
         """Take over the measured steps."""
@@ -67,13 +66,10 @@ class Estimate:
         self._resident = [step.resident for step in measured]
         self._host = [sum(step.host.values()) for step in measured]
         self._loading = measured[0].loading
-        self._extra_of_one_rank = 0.0
-        self._extra_of_one_row = 0.0
-        one_rank = (self._rows[0], 1)
-        if one_rank in steps:
-            self._extra_of_one_rank = steps[one_rank].total - self._peak(*one_rank)
-        if self._own[0] == 1:
-            self._extra_of_one_row = steps[self._own].total - self._peak(*self._own)
+        # Not 0 if the job has a single row or rank, and the measured ones have several.
+        self._extra_of_own = 0.0
+        own_peak = self._peak(*self._own)
+        self._extra_of_own = steps[self._own].total - own_peak
 
     def total(self, num_rows: int, num_ranks: int) -> float:
         """Return the bytes that a rank needs at the peak of a step."""
@@ -91,16 +87,16 @@ class Estimate:
 
     def host(self, num_ranks: int) -> float:
         """Return the bytes of host memory that a node needs."""
-        of_rank = float(self._weights(self._rows[0], num_ranks) @ self._host)
-        return min(num_ranks, self._gpus_of_node) * of_rank + self._loading
+        weights = self._weights(self._rows[0], num_ranks)
+        of_rank = float(weights @ self._host)
+        ranks_of_node = min(num_ranks, self._gpus_of_node)
+        return ranks_of_node * of_rank + self._loading
 
     def _peak(self, num_rows: int, num_ranks: int) -> float:
         timeline = self._weights(num_rows, num_ranks) @ self._timelines
         peak = float(timeline.max())
-        if num_ranks == 1:
-            peak += self._extra_of_one_rank
-        if num_rows == 1:
-            peak += self._extra_of_one_row
+        if _is_single(num_rows, num_ranks) == _is_single(*self._own):
+            peak += self._extra_of_own
         return peak
 
     def _weights(self, num_rows: int, num_ranks: int) -> np.ndarray:
@@ -110,6 +106,11 @@ class Estimate:
         first_by_ranks, *by_ranks = _lagrange(shares, 1 / num_ranks)
         first = first_by_rows + first_by_ranks - 1
         return np.array([first, *by_rows, *by_ranks])
+
+
+def _is_single(num_rows: int, num_ranks: int) -> tuple[bool, bool]:
+    """Return whether a job needs no mask for its row, and gathers nothing for its rank."""
+    return num_rows == 1, num_ranks == 1
 
 
 def _lagrange(points: Sequence[float], x: float) -> list[float]:
