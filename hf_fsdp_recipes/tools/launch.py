@@ -88,6 +88,7 @@ def read_launch(template: Path, arguments: Sequence[str]) -> Namespace:
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it logs notes about launching
     with explained(ToolError, REFUSED.format(template)):
         launch = validate_launch_command(parse_launch(template, arguments))[0]
+        launch.nproc_per_node = launch.num_processes // launch.num_machines
     ranks = launch.num_processes
     nodes = launch.num_machines
     if ranks < 1 or ranks % nodes:
@@ -97,7 +98,6 @@ def read_launch(template: Path, arguments: Sequence[str]) -> Namespace:
             f"with {template}, accelerate launch would start 1 rank instead of {ranks}. Set "
             "distributed_type to FSDP or MULTI_GPU."
         )
-    launch.nproc_per_node = ranks // nodes
     return launch
 
 
