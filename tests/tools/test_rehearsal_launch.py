@@ -15,6 +15,7 @@ from hf_fsdp_recipes.tools.launch import find_error
 from hf_fsdp_recipes.tools.plan.job import find_config
 from hf_fsdp_recipes.tools.rehearse import (
     COMPARED,
+    ON_CPU,
     SMALL,
     TOLERANCE,
     compare,
@@ -96,7 +97,7 @@ def test_a_combination_whose_ranks_train_differently_is_refused(local, tmp_path,
     monkeypatch.setattr("hf_fsdp_recipes.tools.rehearse.COMPARED", wrong)
     template = find_file("template", "full_shard")
     with pytest.raises(ToolError, match=r"lora_.* is trained differently on ranks than in one"):
-        compare(template, [*recipe, "--num_processes=2", *SMALL], tmp_path, 2)
+        compare(template, [*recipe, "--num_processes=2", *ON_CPU, *SMALL], tmp_path, 2)
 
 
 def write_changes(directory, start, one, ranks):
