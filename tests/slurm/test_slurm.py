@@ -103,7 +103,7 @@ def test_a_job_killed_for_lack_of_memory_says_so_and_is_not_requeued_for_an_old_
     job = submit("killed", **PACED, KILLED_RANK="1")
     job.wait_until_state("FAILED")
     assert job.field("Restarts") == "0"
-    assert "out of memory, it seems (Signal 9 (SIGKILL))" in job.text()
+    assert "out of memory, it seems (exitcode: -9)" in job.text()
 
 
 @pytest.mark.parametrize("options", [[], ["--gpus-per-node=1"]])
@@ -157,7 +157,7 @@ UNREACHABLE = "[ $SLURM_NODEID = 0 ] || ip rule add to 10.77.0.1 dport 21000 unr
     ("flags", "before", "problem"),
     [
         (
-            "--num_machines 3",
+            "--num_machines 3 --num_processes 3",
             "",
             "machine_rank 2 did not join within 10 s; joined: node 0 (node1, pid ",
         ),
