@@ -197,8 +197,8 @@ def _print_sizes(sizes: Mapping[str, float]) -> None:
 def _print_table(answer: Mapping[str, Any]) -> None:
     """Print on how many GPUs of which size the job fits."""
     print(
-        "largest per_device_train_batch_size that fits on GPUs of a size (-: none); with {rows}, "
-        "GB of a GPU and of a node's host memory:".format_map(answer)
+        "largest per_device_train_batch_size that fits (-: none); with a batch size of {rows}, GB "
+        "that a GPU needs, and a node's host memory:".format_map(answer)
     )
     sizes = answer["table"][0]["largest_batch"]
     titles = [f"{size:g} GB" for size in sizes]

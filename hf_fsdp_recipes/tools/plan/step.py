@@ -3,7 +3,7 @@
 One step runs on fake tensors, which have shapes but no data. The process group is fake, too, and
 has the planned size. The model, PEFT's adapter, Accelerate's FSDP2 units and TRL's loss are real.
 torch's `MemTracker` counts what is allocated and freed. `stand_ins.py` has what is replaced.
-`table.py` computes from the steps of a few jobs what other jobs need.
+From the steps of a few jobs, `table.py` computes what other jobs need.
 """
 
 import os
